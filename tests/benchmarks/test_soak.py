@@ -1,7 +1,6 @@
 """A soak does not pass where its clients saw less than it claims."""
 
 import types
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -52,51 +51,66 @@ class SpokenServer:
 
 
 def arguments(**changed):
-    return types.SimpleNamespace(**{"minutes": 0.01, "clients": 2, "seed": 0, "abort_share": 0.0, **changed})
+    return types.SimpleNamespace(**{"minutes": 0.1, "clients": 1, "seed": 0, "abort_share": 0.0, **changed})
 
 
-def soaked(server, **changed):
-    return soak._soaked(server, EXPECTED, arguments(**changed))[0]
+@pytest.fixture
+def soaked(monkeypatch):
+    """What is counted, by a clock on which only requests take time, a second each: a client makes six in 0.1 minutes."""
+
+    def call(server, **changed):
+        monkeypatch.setattr(soak, "time", types.SimpleNamespace(monotonic=lambda: float(server.asked)))
+        return soak._soaked(server, EXPECTED, arguments(**changed))[0]
+
+    return call
 
 
-def test_requests_that_fail_are_counted_and_their_clients_go_on():
+def test_requests_that_fail_are_counted_and_their_clients_go_on(soaked):
     row = soaked(SpokenServer(refuses=3))
-    assert row["failed"] > 1
-    assert row["answered"] > 0
+    assert (row["failed"], row["answered"]) == (4, 2)
     assert row["first_failure"] == "the server answers 500: request 2"
-    assert "failed is" in soak.faults({**PASSES, **row}, 0.01)[0]
+    assert soak.faults({**PASSES, **row}, 0.1) == ["failed is 4"]
 
 
-def test_a_run_without_faults():
+def test_a_run_without_faults(soaked):
     row = soaked(SpokenServer())
-    assert row["failed"] == 0
+    assert (row["failed"], row["answered"]) == (0, 6)
     assert row["first_failure"] is None
-    assert row["minutes"] == pytest.approx(0.01, rel=0.5)
-    assert soak.faults({**PASSES, **row}, 0.01) == []
+    assert row["minutes"] == pytest.approx(0.1)
+    assert soak.faults({**PASSES, **row}, 0.1) == []
 
 
 @pytest.mark.parametrize("abort_share", [0.0, 1.0])
-def test_an_answer_that_ends_before_its_client_has_enough_is_short(abort_share):
-    assert soaked(SpokenServer(spoken=0), abort_share=abort_share)["short"] > 0
+def test_an_answer_that_ends_before_its_client_has_enough_is_short(soaked, abort_share):
+    row = soaked(SpokenServer(spoken=0), abort_share=abort_share)
+    assert row["short"] == row["aborted" if abort_share else "answered"] == 6
 
 
-def test_a_server_that_ends_ends_the_soak():
+def test_a_server_that_ends_ends_the_soak(soaked):
     with pytest.raises(UserError, match="the server ended with status -9: out of memory"):
         soaked(SpokenServer(status=-9), minutes=60)
 
 
-def test_a_client_s_defect_ends_the_soak():
+def test_a_client_s_defect_ends_the_soak(soaked):
     server = SpokenServer()
-    server.complete = None
-    with pytest.raises(TypeError):
-        soaked(server, minutes=60)
+    answers = server.complete
+
+    def complete(prompt, **options):
+        if server.asked == 1:  # that of the first client, behind the soak's own
+            server.asked += 1
+            raise TypeError("a defect")
+        return answers(prompt, **options)
+
+    server.complete = complete
+    with pytest.raises(TypeError, match="a defect"):
+        soaked(server, minutes=60, clients=2)
+    assert server.asked < 60 * 60, "the other client does not ask to its end"
 
 
 def test_clients_that_are_ended_stop():
     clients = soak.Clients(SpokenServer(), EXPECTED, arguments())
     clients.end()
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(clients.run, 0, float("inf")).result(timeout=5)
+    clients.run(0, float("inf"))
     assert not clients.counts
 
 
