@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import http.client
 import json
+import math
 import os
 import re
 import signal
@@ -72,8 +73,9 @@ class Answer:
 
     @property
     def tokens_per_second(self) -> float:
-        """After the first token."""
-        return (len(self.token_ids) - 1) / (self.last - self.first)
+        """After the first token; nan where all came at once, as to a client that was too busy to read."""
+        seconds = self.last - self.first
+        return (len(self.token_ids) - 1) / seconds if seconds else math.nan
 
 
 @dataclasses.dataclass

@@ -19,6 +19,7 @@ to each stock server.
 import argparse
 import contextlib
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -157,6 +158,10 @@ def _measured(servers: dict[str, Server], prompts: _Prompts, arguments: argparse
 def _single(server: Server, prompt: list[int], tokens: int) -> dict[str, float]:
     answer = server.complete(prompt, max_tokens=tokens, ignore_eos=True)
     _check([answer], tokens)
+    if math.isnan(answer.tokens_per_second):
+        raise UserError(
+            f"all {tokens} tokens of an answer came at once, from which no speed follows; give more --tokens"
+        )
     return {"single_tokens_per_second": answer.tokens_per_second, "single_seconds_to_first": answer.seconds_to_first}
 
 

@@ -1,6 +1,7 @@
 """A server that does not start is not left running, and what goes wrong while it is asked is told."""
 
 import contextlib
+import math
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -72,6 +73,11 @@ def answering(*, status: int = 200, body: bytes = b"", length: int | None = None
 def test_an_answer_that_is_none_says_why(answers, message):
     with answering(**answers) as server, pytest.raises(UserError, match=message):
         server.complete([1], max_tokens=2)
+
+
+def test_tokens_that_came_at_once_have_no_speed():
+    with answering(body=PIECE) as server:
+        assert math.isnan(server.complete([1], max_tokens=1).tokens_per_second)
 
 
 def test_a_server_that_is_gone_broke_off():

@@ -27,6 +27,10 @@ def test_what_equal_bytes_leave_to_expect_is_the_preset_s_to_say(words, expected
 class QuickServer:
     """Answers before anybody looks at it."""
 
+    def complete(self, prompt, **options):
+        [answer] = self.complete_all([prompt], **options)
+        return answer
+
     def complete_all(self, prompts, *, max_tokens, **options):
         answer = Answer()
         answer.token_ids = [1] * max_tokens
@@ -39,3 +43,8 @@ class QuickServer:
 def test_requests_that_nobody_saw_running_are_no_measurement():
     with pytest.raises(UserError, match="all 2 requests had ended before .*; give more --tokens"):
         serving._crowd(QuickServer(), [[1], [2]], 3)
+
+
+def test_tokens_that_all_came_at_once_are_no_measurement():
+    with pytest.raises(UserError, match="all 3 tokens of an answer came at once, .*; give more --tokens"):
+        serving._single(QuickServer(), [1], 3)
