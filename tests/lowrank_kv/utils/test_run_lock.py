@@ -1,5 +1,6 @@
 """Two runs never write into one directory; the dead own nothing."""
 
+import errno
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -80,6 +82,38 @@ def test_an_owner_gives_signs_of_life(tmp_path, monkeypatch):
                 break
             time.sleep(0.01)
         assert (tmp_path / LOCK).stat().st_mtime > time.time() - 60
+
+
+@pytest.fixture(params=[errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS], ids=errno.errorcode.get)
+def without_locks(request, monkeypatch):
+    """A file system that has no locks of the system."""
+    monkeypatch.setattr(module_under_test.fcntl, "flock", Mock(side_effect=OSError(request.param, "no locks")))
+
+
+@pytest.mark.usefixtures("without_locks")
+def test_without_locks_of_the_system_signs_of_life_keep_others_out(tmp_path):
+    lock = tmp_path / LOCK
+    with run_lock(tmp_path):
+        owner = json.loads(lock.read_text())
+        assert owner["pid"] == os.getpid()
+    assert not lock.exists()
+    lock.write_text(json.dumps({**owner, "host": "elsewhere"}))
+    with pytest.raises(UserError, match=f"host elsewhere, process {os.getpid()}"), run_lock(tmp_path):
+        pass
+    assert json.loads(lock.read_text())["host"] == "elsewhere", "what is refused leaves the owner's as it is"
+    os.utime(lock, times=(0, time.time() - module_under_test.DEAD_AFTER - 1))
+    with run_lock(tmp_path):
+        assert json.loads(lock.read_text()) == {**owner, "start": json.loads(lock.read_text())["start"]}
+    assert not lock.exists()
+
+
+def test_a_lock_that_fails_otherwise_lets_nobody_in(tmp_path, monkeypatch):
+    monkeypatch.setattr(module_under_test.fcntl, "flock", Mock(side_effect=OSError(errno.EIO, "failing")))
+    with pytest.raises(UserError, match="the disk is failing or gone"), run_lock(tmp_path):
+        raise AssertionError("nobody has the lock")
+    monkeypatch.setattr(module_under_test.fcntl, "flock", Mock(side_effect=OSError(errno.EBADF, "a defect")))
+    with pytest.raises(OSError, match="a defect"), run_lock(tmp_path):
+        raise AssertionError("nobody has the lock")
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\x00", b"[1]", b'{"pid":'])
