@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
@@ -24,22 +23,38 @@ from training.run_state import check_settled
 
 TEXT = {"dataset": {"heldout_share": 0.2, "streaming": True, "shuffle_buffer": 8}}
 
-# Stops for ever in the middle of writing the state of a given step, as on a disk that does not answer.
+# Training that says where it is, and stops there for ever.
 HANG = """
 import os, sys, time, pathlib
-import training.resumable_state as state
-from lowrank_kv.utils import cli
+def hang():
+    pathlib.Path(sys.argv[3] + ".part").write_text(str(os.getpid()))
+    os.rename(sys.argv[3] + ".part", sys.argv[3])
+    while True:
+        time.sleep(600)
+{code}
 import train_dynakv
+train_dynakv.main(sys.argv[1:3])
+"""
+# In the middle of writing the state of a given step, as on a disk that does not answer.
+WRITING = """
+import training.resumable_state as state
 whole = state.save_file
 def half(tensors, path):
     whole(tensors, path)
     if sys.argv[4] in str(path) and path.name == state.OPTIMIZER:
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-        pathlib.Path(sys.argv[3] + ".part").write_text(str(os.getpid()))
-        os.rename(sys.argv[3] + ".part", sys.argv[3])
-        time.sleep(600)
+        hang()
 state.save_file = half
-train_dynakv.main(sys.argv[1:3])
+"""
+# When a given step has been taken.
+STEPPED = """
+import training.loop as loop
+whole = loop._step
+def step(engine, run, *arguments):
+    whole(engine, run, *arguments)
+    if run.step == int(sys.argv[4]):
+        hang()
+loop._step = step
 """
 
 
@@ -57,31 +72,27 @@ def same_as(whole, output):
     assert (output / weights).read_bytes() == (whole / weights).read_bytes()
 
 
-def start(python, command):
-    environment = {**SINGLE_THREAD, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen([python, *command], cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
-
-
-def kill_while_writing(step, training_values, output, tmp_path):
-    writing = tmp_path / "writing"
+def kill_where_it_hangs(training_values, output, tmp_path, *, code, where):
+    """A run of this output that gets as far as `where`, as `code` understands it, and is killed there."""
+    hanging = tmp_path / "hanging"
     values = merged({**training_values, "output": str(output)}, {"checkpoint_every": 2, **TEXT})
     (tmp_path / "c.yaml").write_text(yaml.safe_dump({**values, "rate": {"target_retain_rate": 0.5}}))
-    command = ["-c", HANG, "--config", str(tmp_path / "c.yaml"), str(writing), step]
-    process = start(program(), command)
+    command = ["-c", HANG.format(code=code), "--config", str(tmp_path / "c.yaml"), str(hanging), where]
+    environment = {**SINGLE_THREAD, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([program(), *command], cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
     try:
-        for _ in range(1200):
-            if writing.exists():
-                os.kill(int(writing.read_text()), signal.SIGKILL)
-                break
+        while not hanging.exists():
+            assert process.poll() is None, "it ended before"
             time.sleep(0.1)
-        assert process.wait(60) == -signal.SIGKILL
+        os.kill(int(hanging.read_text()), signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
     finally:
         process.kill()
 
 
 def test_killed_while_writing_a_state(training_values, whole, tmp_path):
     output = tmp_path / "run"
-    kill_while_writing("step-000004", training_values, output, tmp_path)
+    kill_where_it_hangs(training_values, output, tmp_path, code=WRITING, where="step-000004")
     left = sorted(path.name for path in (output / "states").iterdir())
     assert left[-1] == "step-000002"
     assert left[0].startswith(".step-000004-partial-"), "it was in the middle of writing"
@@ -92,7 +103,7 @@ def test_killed_while_writing_a_state(training_values, whole, tmp_path):
 
 def test_killed_while_writing_the_first_state(training_values, whole, tmp_path):
     output = tmp_path / "run"
-    kill_while_writing("step-000002", training_values, output, tmp_path)
+    kill_where_it_hangs(training_values, output, tmp_path, code=WRITING, where="step-000002")
     changes = {"checkpoint_every": 2, "rate": {"target_retain_rate": 0.5}, **TEXT}
     with pytest.raises(UserError, match="nothing to resume: .* leave out --resume"):
         train_here(training_values, output, resume=True, **changes)
@@ -122,17 +133,9 @@ def test_states_are_in_order_of_their_steps(tmp_path):
 
 def test_killed_between_states(training_values, whole, tmp_path):
     output = tmp_path / "run"
-    values = merged({**training_values, "output": str(output)}, {"checkpoint_every": 2, **TEXT})
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump({**values, "rate": {"target_retain_rate": 0.5}}))
-    process = start(sys.executable, ["train_dynakv.py", "--config", str(tmp_path / "c.yaml")])
-    metrics = output / "metrics.jsonl"
-    try:
-        while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") >= 3):
-            time.sleep(0.005)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert process.returncode == -signal.SIGKILL, "it was running"
+    kill_where_it_hangs(training_values, output, tmp_path, code=STEPPED, where="3")
+    assert len(losses(output)) == 3, "a step that no state holds"
+    assert [path.name for path in saved_states(output / "states")] == ["step-000002"]
     train_here(training_values, output, checkpoint_every=2, rate={"target_retain_rate": 0.5}, resume=True, **TEXT)
     same_as(whole, output)
 
