@@ -60,6 +60,7 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
     is_compileable = False
     is_croppable = True
     is_sliding = False
+    reads_prompts_exactly = True  # whether a prompt's tokens attend to one another's states before they are compressed
     saved: tuple[str, ...] | None = None  # attributes that hold the tokens, for a file; None where no file takes them
     shared: tuple[str, ...] = ()  # attributes that all caches of a configuration hold together
     _owner: int | None = None  # whose states are stored here; None once a cache was saved and loaded
@@ -85,11 +86,6 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
         """
         self._owner, self._geometry = owner, geometry
         self.history, self._released = history, released
-
-    @property
-    @abc.abstractmethod
-    def reads_prompts_exactly(self) -> bool:
-        """Whether the tokens of a prompt attend to one another's exact keys and values, before they are compressed."""
 
     @property
     @abc.abstractmethod
