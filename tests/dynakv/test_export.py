@@ -6,7 +6,7 @@ from methods import dynakv_model, planned_model, tiny_model
 from safetensors.torch import load_file
 
 import dynakv
-from dynakv.checkpoint import load_compressors, save_again
+from dynakv.checkpoint import load_compressors, save_again, tensors_of
 from dynakv.checkpoint_files import WEIGHTS, read_config, write_files
 from dynakv.packed_projections import CODES, SCALE
 from lowrank_kv.utils.errors import UserError
@@ -75,8 +75,16 @@ def test_it_generates_as_the_same_numbers_in_a_plain_checkpoint(exported, tmp_pa
 def test_training_goes_on_from_it(saved, exported):
     model = tiny_model()
     dynakv.add_compressors(model, read_config(saved).compressor)
+    dynakv.use_dynakv_cache(model)
     dynakv.initialize_from_checkpoint(model, exported)
-    assert torch.isfinite(model(torch.arange(1, 20)[None], labels=torch.arange(1, 20)[None]).loss)
+    expected, found = tensors_of(load_compressors(exported)), tensors_of(dynakv.compressors(model))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    ids = torch.arange(1, 20)[None]
+    loss = model.train()(ids, labels=ids).loss
+    assert torch.isfinite(loss)
+    loss.backward()
+    assert all(each.projection.weight.grad.count_nonzero() for each in dynakv.token_compressors(model))
 
 
 def test_what_is_measured_later_leaves_it_as_small(saved, exported):
