@@ -1,5 +1,8 @@
 """`lowrank_kv.compress`: every method through the one call is the method through its own entry."""
 
+import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -210,12 +213,12 @@ def test_a_mistaken_second_compress_leaves_the_first(bases, tmp_path):
     dynakv.save_compressor(trained, tmp_path / "checkpoint")
     model = lowrank_kv.compress(tiny_model(), "tokenwise-mixed", rate=RATE, bases=bases)
     expected = generate(model)
-    for source, settings in (
-        (tmp_path / "checkpoint", {"threshhold": 0.2}),
-        ("tokenwise-mixd", {"bases": bases}),
-        (bases, {"rate": 3.0}),
+    for source, settings, message in (
+        (tmp_path / "checkpoint", {"threshhold": 0.2}, "unknown key `threshhold`.*; did you mean `threshold`"),
+        ("tokenwise-mixd", {"bases": bases}, "unknown preset `tokenwise-mixd`; did you mean `tokenwise-mixed`"),
+        (bases, {"rate": 3.0}, "`rate` must be in .*; got 3.0"),
     ):
-        with pytest.raises(UserError):
+        with pytest.raises(UserError, match=message):
             lowrank_kv.compress(model, source, **settings)
         assert torch.equal(torch.stack(generate(model).logits), torch.stack(expected.logits))
 
@@ -245,3 +248,26 @@ def test_scoring_texts_by_calls_that_read_nothing_compressed_is_told(bases, recw
     assert not [each for each in recwarn if "two calls in a row" in str(each.message)]
     with pytest.warns(UserWarning, match="two calls in a row .* are the uncompressed model's"):
         model(IDS, labels=IDS)
+
+
+@torch.no_grad()
+def test_each_thread_has_its_own_calls_in_a_row(bases, recwarn):
+    """Threads may share a model, and one's first call does not follow another's."""
+    model = lowrank_kv.compress(tiny_model(), "tokenwise-mixed", rate=RATE, bases=bases)
+
+    def in_a_thread(*calls):
+        with ThreadPoolExecutor(1) as thread:
+            for call in calls:
+                thread.submit(torch.no_grad()(call)).result()
+
+    def read():
+        model(IDS[:, -1:], past_key_values=cache)
+
+    cache = model(IDS).past_key_values
+    in_a_thread(lambda: model(IDS))
+    in_a_thread(read)  # another thread decodes what this one has read
+    model(IDS)
+    assert not [each for each in recwarn if "two calls in a row" in str(each.message)]
+    with pytest.warns(UserWarning, match="two calls in a row"):
+        in_a_thread(lambda: model(IDS), lambda: model(IDS))
+    assert pickle.loads(pickle.dumps(copy.deepcopy(model)))(IDS).past_key_values.get_seq_length() == IDS.shape[1]
