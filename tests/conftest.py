@@ -14,6 +14,7 @@ import torch
 import yaml
 from byte_tokenizer import byte_tokenizer
 from filelock import FileLock
+from hypothesis import settings
 from ready_python import program
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -34,6 +35,11 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 # A shell's background jobs ignore Ctrl-C, and so would all processes that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Always the same examples, which a busy machine may be slow at: what passes here passes everywhere. With
+# HYPOTHESIS_PROFILE=default each run draws others, as `make fuzz` does.
+settings.register_profile("same", derandomize=True, deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
 def pytest_collection_finish() -> None:
@@ -154,13 +160,14 @@ def without_gradients() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def demo_dir() -> Path:
-    """The demo model, fetched on first use."""
-    directory = paths.home() / "SmolLM2-135M-Instruct"
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    # Tests run in several processes, of which one fetches.
-    with FileLock(directory.parent / "fetching.lock"):
-        if not directory.is_dir():
-            subprocess.run([sys.executable, str(ROOT / "scripts/fetch_demo_assets.py")], check=True)
+    """The demo model, fetched on first use with the texts beside it."""
+    home = paths.home()
+    directory, fetched_last = home / "SmolLM2-135M-Instruct", home / "text/articles.jsonl"
+    home.mkdir(parents=True, exist_ok=True)
+    # Tests run in several processes, of which one fetches. Both waits end before pytest ends the test, so as to be named.
+    with FileLock(home / "fetching.lock", timeout=800):
+        if not (directory.is_dir() and fetched_last.is_file()):
+            subprocess.run([sys.executable, str(ROOT / "scripts/fetch_demo_assets.py")], check=True, timeout=700)
     return directory
 
 
