@@ -8,7 +8,7 @@ from families import BY_NAME
 from methods import calibration_of
 from window_scores import score_windows
 
-from evaluation.peers import PEERS
+from evaluation.peers import PEERS, palu
 from evaluation.peers.expected_attention import Expected, Queries, mean_rotation, unrotated
 from evaluation.peers.keydiff import likeness
 from evaluation.peers.kivi import GroupedRows
@@ -216,20 +216,22 @@ def inputs_of(model, ids):
     return {index: torch.cat(rows) for index, rows in found.items()}
 
 
-def test_palus_cache_is_the_latent_of_whitened_factors_of_the_weights(model):
+@pytest.mark.parametrize("heads", [1, 2])
+def test_palus_cache_is_the_latent_of_whitened_factors_of_the_weights(model, heads):
     ids = torch.randint(1, 97, (12, 64), generator=torch.Generator().manual_seed(3))
-    input_NX = inputs_of(model, ids)[1]
+    input_NX, rank = inputs_of(model, ids)[1], 10
     weight_CX = attention_modules(model)[1].k_proj.weight.detach().double()
-    key_NC = input_NX @ weight_CX.mT
-    root_XX = torch.linalg.cholesky(input_NX.mT @ input_NX + 1e-9 * torch.eye(64, dtype=torch.float64))
-    rank = 10
-    left_CC, _, _ = torch.linalg.svd(weight_CX @ root_XX, full_matrices=False)
-    whitened_NC = key_NC @ left_CC[:, :rank] @ left_CC[:, :rank].mT
-    component_CC = torch.linalg.eigh(key_NC.mT @ key_NC).eigenvectors.flip(1)
-    torch.testing.assert_close(key_NC @ component_CC[:, :rank] @ component_CC[:, :rank].mT, whitened_NC)
-    left_CC, _, _ = torch.linalg.svd(weight_CX, full_matrices=False)
-    plain_NC = key_NC @ left_CC[:, :rank] @ left_CC[:, :rank].mT
-    assert (key_NC - whitened_NC).square().sum() < 0.9 * (key_NC - plain_NC).square().sum()
+    key_NC, eye_XX = input_NX @ weight_CX.mT, torch.eye(64, dtype=torch.float64)
+
+    def by_factors(root_XX):
+        lefts = [torch.linalg.svd(each_WX @ root_XX).U for each_WX in weight_CX.split(16 * heads)]
+        left_CR = torch.block_diag(*(left_WW[:, : rank * heads // 2] for left_WW in lefts))
+        return key_NC @ left_CR @ left_CR.mT
+
+    whitened_NC = by_factors(torch.linalg.cholesky(input_NX.mT @ input_NX + 1e-9 * eye_XX))
+    found = palu._initial_basis(key_NC.mT @ key_NC, geometry_of(model), heads, rank, None).vectors_PWR[0].double()
+    torch.testing.assert_close(key_NC @ found @ found.mT, whitened_NC, atol=1e-5, rtol=1e-5)
+    assert (key_NC - whitened_NC).square().sum() < 0.9 * (key_NC - by_factors(eye_XX)).square().sum()
 
 
 def test_joint_factors_beat_those_of_each_head(model, calibration):

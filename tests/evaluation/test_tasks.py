@@ -185,6 +185,7 @@ def test_what_a_cache_knows_when_it_compresses(values, files, tmp_path, query):
         assert cell["of"]["query"] == query
         answers.setdefault(cell["of"]["item"], []).append(cell["score"]["answer"])
     firsts = [{text[:1] for text in texts} for texts in answers.values() if "" not in texts]
+    assert firsts
     same = [len(each) == 1 for each in firsts]
     assert all(same) if query == "aware" else not all(same)
 
@@ -210,6 +211,7 @@ def test_ruler_s_tasks_run_and_their_prompts_fit(values, files, tmp_path):
         "niah_single_1 800",
     ]
     short = [cell["score"] for cell in cells(tmp_path / "out") if cell["of"]["task"] == "niah_single_1 800"]
+    assert short
     assert max(len(score["answer"]) for score in short) <= 5
     assert [each["role"] for each in record["inputs"]] == ["bases", "model", "weights", "essay"]
     token_bytes = 2 * 2 * 32 * 4  # layers, keys and values, width, fp32

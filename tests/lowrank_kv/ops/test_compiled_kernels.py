@@ -173,6 +173,7 @@ def test_paged_attention(tmp_path):
 def test_pages_are_read_ahead(name, stages, bits):
     """The loop over pages leaves later ones under way while it multiplies one: it waits for all but a few reads."""
     found = [launch for launch in paged_launches(bits=bits).found if launch[0].__name__ == name]
+    assert found, "a kernel of that name"
     for kernel, values, options in found:
         waits = re.findall(r"cp\.async\.wait_group\s+(\d+)", compiled(kernel, values, options).asm["ptx"])
         assert max(map(int, waits)) >= options["num_stages"] - stages, (options, waits)
