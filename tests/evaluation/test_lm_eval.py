@@ -1,6 +1,8 @@
 """lm-evaluation-harness through a cache: as an object, by its command, and beside what the model says in one pass."""
 
+import itertools
 import json
+import types
 from pathlib import Path
 
 import lm_eval
@@ -86,6 +88,34 @@ def test_compression_is_seen_where_the_question_comes_after_it(model):
     assert few[0] > 0.05
     assert all_ranks[0] < 2e-3
     assert few[1] < 0.6 < all_ranks[1]
+
+
+@pytest.mark.parametrize(
+    ("history", "options", "expected"),
+    [
+        (["one?"], {}, "<user>one?</><assistant>"),
+        (
+            ["one?", "two", "three?"],
+            {"add_generation_prompt": True},
+            "<user>one?</><assistant>two</><user>three?</><assistant>",
+        ),
+        # An answer that the task begins is not ended, nor begun a second time.
+        (["one?", "It is"], {"add_generation_prompt": False}, "<user>one?</><assistant>It is"),
+        (["It is?", "It is"], {"add_generation_prompt": False}, "<user>It is?</><assistant>It is"),
+    ],
+    ids=["answered", "answered again", "continued", "continued in equal words"],
+)
+def test_a_chat_is_answered_or_continued_as_the_harness_s_own_model_does(model, history, options, expected):
+    lm = uncompressed(model)
+    lm.tokenizer.chat_template = (
+        "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}</>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    roles = itertools.cycle(["user", "assistant"])
+    messages = [{"role": role, "content": text} for role, text in zip(roles, history, strict=False)]
+    assert lm.apply_chat_template(messages, **options) == expected
+    own = types.SimpleNamespace(tokenizer=lm.tokenizer, chat_template_args={})
+    assert HFLM.apply_chat_template(own, messages, **options) == expected
 
 
 CHAT = "<user>\n\n{}Question: {}?<turn><assistant>\n\n"  # a template that ends with the split, as Llama-3's does
