@@ -25,6 +25,7 @@ ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.starts
 }
 # What loading any model imports of transformers, which are most of the seconds that our own first import takes.
 LOADS_ANY_MODEL = "import torch; from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel"
+IMPORT_SHARE = 0.1  # of the processor time of the above, that ours may take; 0.05 was measured
 
 
 @pytest.fixture(scope="module")
@@ -109,20 +110,25 @@ assert list(__import__("pathlib").Path(library.__file__).parent.glob("*.c"))
 
 
 def test_importing_costs_little_beyond_torch_and_transformers(call):
+    """In processor time, of which a busy machine takes no more, as a share of theirs, which is as slow as the machine."""
     code = f"""
+import time
+start = time.process_time()
 {LOADS_ANY_MODEL}
-import sys, time
+theirs = time.process_time() - start
+import sys
 before = set(sys.modules)
-start = time.perf_counter()
+start = time.process_time()
 import dynakv, ojakv
+ours = time.process_time() - start
 heavy = {{"datasets", "tensorboard", "deepspeed", "peft", "matplotlib", "pandas", "triton"}} & (set(sys.modules) - before)
 assert not heavy, heavy
-print(time.perf_counter() - start)
+print(ours / theirs)
 """
-    seconds = []
-    while len(seconds) < 3 and min(seconds, default=1.0) >= 0.5:
-        seconds.append(float(call("python", "-c", code)))
-    assert min(seconds) < 0.5, seconds
+    shares = []
+    while len(shares) < 3 and min(shares, default=1.0) >= IMPORT_SHARE:
+        shares.append(float(call("python", "-c", code)))
+    assert min(shares) < IMPORT_SHARE, shares
 
 
 def test_the_console_command_works(call):
