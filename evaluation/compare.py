@@ -101,7 +101,7 @@ def compare(config: CompareConfig, output: Path) -> Iterator[MakeRecord]:
     ids = {label: each.ids_NT for label, each in texts.items()}
     record = new_comparison(to_dict(config) | {"model": name_of(name)}, inputs, model, ids, model.device)
     cells, reading = cells_in(output, record), Reading(prefix=config.prefix, step=config.step)
-    setting = setting_of(record, config.dtype) | reading._asdict()
+    setting = setting_of(record, config.dtype)
     for found in measure_cells(model, methods, ids, cells, reading, setting=setting, record=record):
         yield functools.partial(_record_so_far, record, found, texts)
     if config.anatomy:

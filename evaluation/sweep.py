@@ -238,7 +238,7 @@ def sweep(config: SweepConfig, output: Path) -> tuple[dict[str, Any], Path]:
     record = new_comparison(settings, [path_input("bases", bases)], model, ids, device)
     record |= {"summary": {"measured_by": {}, "documents": documents_told(texts)}}
     cells, reading = cells_in(output, record), Reading(prefix=config.prefix, step=MAX_DECODE_QUERIES)
-    setting = setting_of(record, config.dtype) | reading._asdict()
+    setting = setting_of(record, config.dtype)
 
     def measure(name: str, method: Method) -> None:
         *_, found = measure_cells(model, [method], ids, cells, reading, setting=setting, record=record)

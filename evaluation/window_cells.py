@@ -42,7 +42,8 @@ def measure_cells(
         model: uncompressed.
         texts: label → token ids of the windows, (N, T) int64.
         cells: those found before are not measured again; those measured now are added.
-        setting: what all cells have in common and what distinguishes them from those of other runs, as JSON.
+        setting: what all cells have in common beside the reading, and what distinguishes them from those of other runs, as
+            JSON.
         record: of the run, which new cells name.
     """
     found: dict[tuple[str, str], list[Cell]] = collections.defaultdict(list)
@@ -53,7 +54,7 @@ def measure_cells(
             wanted = []
             for each in methods_now:
                 share, of = at_budget(each, lambda other, text=label: [cell.score for cell in found[text, other]])
-                wanted.append(_Wanted(each, share, {**setting, **window, **of}))
+                wanted.append(_Wanted(each, share, {**setting, **reading._asdict(), **window, **of}))
             missing = [each for each in wanted if cells.get(each.of) is None]
             bar.update(len(wanted) - len(missing))
             if missing:

@@ -59,7 +59,7 @@ def run_suite(config: HypothesisConfig, output: Path) -> Iterator[MakeRecord]:
         }
         reading = Reading(prefix=0, step=config.step)
         *_, alone_found = measure_cells(
-            model, list(alone.values()), short, cells, reading, setting=common | reading._asdict(), record=record
+            model, list(alone.values()), short, cells, reading, setting=common, record=record
         )
     kl = {key: _mean_kl(alone_found, method.label) for key, method in alone.items()}
 
@@ -71,9 +71,7 @@ def run_suite(config: HypothesisConfig, output: Path) -> Iterator[MakeRecord]:
         reading = Reading(prefix=config.prefix, step=step)
         methods = [method_of(each, model, calibration, spectra) for each in settings if each.moves == moves]
         now: Found = {}
-        for now in measure_cells(
-            model, methods, ids, cells, reading, setting=common | reading._asdict(), record=record
-        ):
+        for now in measure_cells(model, methods, ids, cells, reading, setting=common, record=record):
             so_far = {**before, **now}
             yield lambda so_far=so_far: record | {"rows": _rows(settings, shares, so_far, texts), "summary": told}
         before = {**before, **now}

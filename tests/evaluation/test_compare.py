@@ -112,6 +112,9 @@ def test_a_comparison_goes_on_where_it_stopped_and_measures_what_is_new(values, 
     stopped = list(itertools.islice(compare(build(CompareConfig, values), output), 3))[-1]()
     lines = (output / CELLS).read_text().splitlines()
     assert len(lines) == 3 * 3  # windows by turns: both of the first text, one of the second
+    of = json.loads(lines[0])["of"]
+    assert list(of)[:7] == ["model", "weights", "dtype", "bases", "prefix", "step", "window"]
+    assert (of["prefix"], of["step"]) == (64, 16)
     assert stopped["n"] == {"windows": 3, "tokens": 300}
     record = last(values | {"methods": [*values["methods"], {"peer": "rotated-int4"}]}, output)
     assert (output / CELLS).read_text().splitlines()[: len(lines)] == lines
