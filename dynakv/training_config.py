@@ -335,6 +335,12 @@ class TrainConfig:
         return start == GRADIENT and self.initial_checkpoint is None
 
     @property
+    def calibrates_threshold(self) -> bool:
+        """Whether τ is moved after training, so that the hard rate is the target."""
+        rate = self.rate
+        return self.compressor.has_gates and rate.target_retain_rate is not None and rate.calibrate_threshold
+
+    @property
     def gain(self) -> float:
         """What `rate.gain` comes to."""
         if self.rate.gain is not None:

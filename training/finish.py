@@ -96,9 +96,8 @@ def _calibrate_and_measure(
     every held-out text."""
     found, step = {"heldout": {}}, config.optimizer.steps
     rate, is_nested = config.rate, config.compressor.rank_policy == NESTED
-    has_threshold = config.compressor.has_gates and rate.target_retain_rate is not None and rate.calibrate_threshold
     is_classed = any(map(has_classes, dynakv.token_compressors(model)))
-    if has_threshold or is_nested or is_classed:
+    if config.calibrates_threshold or is_nested or is_classed:
         blocks = following.first(math.ceil(rate.calibrate_threshold_tokens / config.dataset.sequence_length))
         if is_classed:
             key, values = "measured_classes", measure_class_shares(model, blocks, "the training text")

@@ -19,9 +19,9 @@ class _Condition(NamedTuple):
 
 def _reads_on(config: TrainConfig) -> bool:
     """Whether a run reads more of the training text after its last step."""
-    compressor, rate = config.compressor, config.rate
-    calibrates = compressor.has_gates and rate.target_retain_rate is not None and rate.calibrate_threshold
-    return calibrates or compressor.rank_policy == NESTED or (compressor.has_plan and compressor.token_classes > 1)
+    compressor = config.compressor
+    counts_classes = compressor.has_plan and compressor.token_classes > 1
+    return config.calibrates_threshold or compressor.rank_policy == NESTED or counts_classes
 
 
 _GATES = _Condition(lambda config: config.compressor.has_gates, "`compressor.rank_policy: gate`")

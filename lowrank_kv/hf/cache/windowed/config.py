@@ -1,6 +1,7 @@
 """Which tokens a windowed cache keeps at full rank, which it forgets, and how attention reads it."""
 
 from lowrank_kv.eviction import Eviction
+from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.utils.config import configuration, option, require, section
 
 PREFILLS = ("exact", "reconstructed")
@@ -12,12 +13,18 @@ class WindowedConfig:
     """The settings that all windowed caches share; a method's own configuration extends them."""
 
     # which tokens stay at full rank
-    update_period: int = option(32, help="T, how many tokens wait at full rank to be compressed", unit="tokens")
+    update_period: int = option(
+        ExactTokens.update_period, help="T, how many tokens wait at full rank to be compressed", unit="tokens"
+    )
     staggered: bool = option(
         True, help="layers compress the tokens that wait one after the other, not all in the call of the same token"
     )
-    num_sink_tokens: int = option(4, help="first tokens kept at full rank (v1 of the paper)", unit="tokens")
-    recent_window: int = option(16, help="latest tokens kept at full rank (v1 of the paper)", unit="tokens")
+    num_sink_tokens: int = option(
+        ExactTokens.num_sink_tokens, help="first tokens kept at full rank (v1 of the paper)", unit="tokens"
+    )
+    recent_window: int = option(
+        ExactTokens.recent_window, help="latest tokens kept at full rank (v1 of the paper)", unit="tokens"
+    )
     full_rank_ratio: float = option(
         0.0,
         help="share of a prompt, or of each chunk of it, kept at full rank: its tokens of largest query-weighted residual "
