@@ -118,7 +118,7 @@ def attach(
         model: the stock model it was trained for.
         directory: of the checkpoint.
         self_check: first compare the model with a full-rank compressed cache to the model by itself, once for each model;
-            see :func:`lowrank_kv.hf.self_check.self_check`.
+            see :func:`lowrank_kv.hf.self_check.check_by_itself`.
         replace: take off what compresses the model already, as soon as the checkpoint is known to fit; else a model with
             compressors is refused.
         overrides: keys of :class:`DynaKVConfig` that may differ from training, such as ``eviction={"keep_ratio": 0.3}``
@@ -128,7 +128,8 @@ def attach(
 
     Raises:
         UserError: the checkpoint is damaged, or was made for a model of another shape, or an override is unknown, out of
-            range, or would change nothing; the model is then unchanged. Or the model does not pass the check; it is then stock.
+            range, or would change nothing; the model is then unchanged. Or the model does not pass the check; it is then
+            stock.
     """
     config = read_config(directory)
     settings = config.compressor.overridden(**overrides)

@@ -16,7 +16,8 @@ from lowrank_kv.hf.prepare import prepare
 from lowrank_kv.hf.self_check import check_by_itself
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError, nearest
-from ojakv import PRESETS, OjaKVCache, OjaKVConfig, make_plan
+from ojakv import PRESETS, OjaKVCache, OjaKVConfig
+from ojakv.model_plan import plan_for_model
 
 # The preset of a calibration that is given without one: the best that it has the moments for.
 PRESET, PRESET_WITHOUT_READ = "adaptive-mixed", "ojakv-joint"
@@ -48,7 +49,7 @@ def compress(
         rate: of a preset: the share of a token's bytes, or of its coefficients (docs/bytes.md); None takes the preset's own.
         bases: of a preset: the directory that `lowrank-kv calibrate` wrote, or a calibration in memory.
         self_check: first compare the model with a full-rank compressed cache to the model by itself, once for each model
-            (:func:`lowrank_kv.hf.self_check.self_check`).
+            (:func:`lowrank_kv.hf.self_check.check_by_itself`).
         settings: keys of :class:`ojakv.OjaKVConfig`, or of :class:`dynakv.DynaKVConfig` for a compressor, that differ from
             what the source says, such as ``eviction={"keep_ratio": 0.3}``.
 
@@ -60,7 +61,8 @@ def compress(
             compressor is damaged or of another model shape; the model is then as it was. Or the model does not pass the
             check; it is then stock.
 
-    Warns where a calibration has no ``read_gradients`` and no preset was named, and where the model is set to fill no cache.
+    Warns where a calibration has no ``read_gradients`` and no preset was named, where bases of each sequence's own take more
+    bytes than they save at 1,024 tokens, and where the model is set to fill no cache.
     """
     check_model(model)
     _warn_of_no_cache(model)
@@ -129,7 +131,7 @@ def _with_preset(
             f"the preset `{preset}` needs bases of this model; run `lowrank-kv calibrate --model {name} --output bases/mine "
             f"--name TEXT{read}` once, and give `bases='bases/mine'`"
         )
-    plan = make_plan(Calibration.given(bases).for_model(model), config)
+    plan = plan_for_model(model, config, bases, stacklevel=4)
     uncompress(model)
     if self_check:
         check_by_itself(model)

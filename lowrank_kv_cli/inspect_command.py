@@ -32,16 +32,11 @@ from lowrank_kv.utils.arguments import ArgumentParser
 from lowrank_kv.utils.budget import Budget, parse_size
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
-from lowrank_kv_cli.planned_cache import (
-    dynakv_nbytes,
-    preset_nbytes,
-    preset_plan,
-    sliding_window_nbytes,
-    tokens_within,
-)
+from lowrank_kv.utils.search import last_where
+from lowrank_kv_cli.planned_cache import dynakv_nbytes, preset_nbytes, preset_plan, sliding_window_nbytes
 from lowrank_kv_cli.saved import describe
 from ojakv import PRESETS, Plan
-from ojakv.planned_bytes import break_even
+from ojakv.planned_bytes import LONGEST, break_even
 
 # Keys of a training run's configuration that the text shows; `--json` has all.
 SHOWN = ("model", "dataset.name", "dataset.subset", "calibration.start", "rate.target_retain_rate")
@@ -196,7 +191,7 @@ def _row(cache: _PlannedCache, uncompressed: _PlannedCache, arguments: argparse.
     }
     if arguments.memory is not None:
         memory = parse_size(arguments.memory, "--memory") // arguments.batch
-        row["tokens_within"] = tokens_within(cache.nbytes, memory)
+        row["tokens_within"] = last_where(lambda tokens: cache.nbytes(tokens) <= memory, least=1, limit=LONGEST) or 0
     return row
 
 

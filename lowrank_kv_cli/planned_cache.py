@@ -5,9 +5,7 @@ Shapes: P parts, W width of a part, R rank.
 
 import dataclasses
 import math
-from collections.abc import Callable
 
-import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from dynakv.checkpoint_files import CheckpointConfig
@@ -18,13 +16,12 @@ from lowrank_kv.hf.cache.windowed.planned_sequence import PlannedSequence
 from lowrank_kv.hf.cache.windowed.retention import RetentionSchedule
 from lowrank_kv.hf.geometry import KVGeometry, heads_of_layer
 from lowrank_kv.hf.rope import POSITION_BYTES
+from lowrank_kv.stores.ragged import position_nbytes
 from lowrank_kv.utils.budget import Budget
 from lowrank_kv.utils.errors import UserError
 from ojakv import PRESETS, Calibration, OjaKVConfig, Plan, make_plan, plan_for_budget
 from ojakv.basis_plan import plan_of_shapes
-from ojakv.planned_bytes import planned_rate
-
-_INT16_MAX = torch.iinfo(torch.int16).max
+from ojakv.planned_bytes import planned_nbytes
 
 
 def sliding_window_nbytes(model: PreTrainedModel, geometry: KVGeometry, *, tokens: int, itemsize: int) -> int | None:
@@ -48,7 +45,7 @@ def dynakv_nbytes(
     if settings.has_plan:
         return _windowed_nbytes(config, rates, tokens=tokens, itemsize=itemsize, rotation_bytes=rotation_bytes)
     rows = settings.eviction.num_kept(tokens) if settings.eviction.is_on else tokens
-    position = 2 if tokens <= _INT16_MAX else 4
+    position = position_nbytes(tokens)
     held = rotation_bytes * tokens
     for rate in (*rates.keys, *rates.values):
         coefficients = rate * geometry.width
@@ -116,7 +113,7 @@ def preset_plan(
     if budget is not None:
         raise UserError(f"`--budget` finds a rate with a calibration's help: {calibrate}, or give `--rate`")
     if config.ranks == "fraction":
-        return dataclasses.replace(plan_of_shapes(geometry, config), rotation_bytes=rotation_bytes)
+        return plan_of_shapes(geometry, config, rotation_bytes=rotation_bytes)
     free = [name for name in PRESETS if OjaKVConfig.preset(name).ranks == "fraction"]
     raise UserError(
         f"the ranks of the preset `{preset}` follow from a calibration (`ranks: {config.ranks}`): {calibrate}, or take a "
@@ -126,16 +123,4 @@ def preset_plan(
 
 def preset_nbytes(plan: Plan, *, tokens: int, itemsize: int) -> int:
     """Bytes that an OjaKV cache of a plan holds of one sequence."""
-    taken = planned_rate(plan, prompt=tokens, tokens=tokens, itemsize=itemsize)
-    return round(taken * plan.geometry.full_nbytes(tokens, itemsize))
-
-
-def tokens_within(nbytes: Callable[[int], int], memory: int) -> int:
-    """The most tokens whose cache, of `nbytes(tokens)`, takes at most so many bytes; `nbytes` must not fall."""
-    low, high = 0, 1
-    while nbytes(high) <= memory:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if nbytes(middle) <= memory else (low, middle)
-    return low
+    return round(planned_nbytes(plan, prompt=tokens, tokens=tokens, itemsize=itemsize))

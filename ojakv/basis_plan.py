@@ -18,6 +18,7 @@ from lowrank_kv.calibration.bit_plans import CodedBasis, coded_bases
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, by_columns
 from lowrank_kv.hf.geometry import KVGeometry, layer_groups
+from lowrank_kv.hf.rope import POSITION_BYTES
 from lowrank_kv.stores.quantization import IntegerQuantization
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
@@ -53,7 +54,7 @@ def make_plan(calibration: Calibration, config: OjaKVConfig) -> Plan:
     if config.has_plan:
         layers = _coded_layers(calibration, config)
         return Plan(config=config, geometry=geometry, layers=layers, rotation_bytes=calibration.rotation_bytes)
-    widest = geometry.head_dim if config.layout == "per_head" else geometry.width
+    _, widest = part_shape(geometry, config)
     if config.integers is not None and (calibration.tokens or math.inf) < 2 * widest:
         raise UserError(
             f"{calibration.origin} is of {calibration.tokens} tokens, too few to know how {widest} directions spread, which "
@@ -61,40 +62,38 @@ def make_plan(calibration: Calibration, config: OjaKVConfig) -> Plan:
             f"calibrate on at least {2 * widest}, or better ten times as many"
         )
     spectra = [spectrum for index in geometry.layers for spectrum in _spectra(calibration, index, config)]
-    is_compressed = _is_compressed(geometry, config)
+    return _plan(spectra, geometry, config, calibration.rotation_bytes)
+
+
+@fp32_on_cpu()
+def plan_of_shapes(geometry: KVGeometry, config: OjaKVConfig, *, rotation_bytes: int = POSITION_BYTES) -> Plan:
+    """The plan that :func:`make_plan` makes of any calibration where ranks are a fraction, without its numbers (on device
+    ``meta``).
+
+    Args:
+        rotation_bytes: what a cache keeps of each token's rotation, for all layers.
+    """
+    parts, width = part_shape(geometry, config)
+    energy_PW = torch.empty(parts, width, device="meta")
+    any_spectrum = _Spectrum(torch.empty(parts, width, width, device="meta"), energy_PW, 1.0, energy_PW)
+    return _plan([any_spectrum] * (2 * len(geometry.layers)), geometry, config, rotation_bytes)
+
+
+def part_shape(geometry: KVGeometry, config: OjaKVConfig) -> tuple[int, int]:
+    """Into how many parts a layer's keys, or values, are divided, and the width of each."""
+    return (geometry.num_kv_heads, geometry.head_dim) if config.layout == "per_head" else (1, geometry.width)
+
+
+def _plan(spectra: list[_Spectrum], geometry: KVGeometry, config: OjaKVConfig, rotation_bytes: int) -> Plan:
+    """The plan of the spectra of each layer's keys and values in turn."""
+    is_compressed = [config.compress in ("both", name) for _ in geometry.layers for name in ("keys", "values")]
     ranks = iter(_ranks([s for s, chosen in zip(spectra, is_compressed, strict=True) if chosen], config))
-    uncompressed = InitialBasis.identity(geometry.num_kv_heads, geometry.head_dim)
+    uncompressed = InitialBasis.identity(geometry.num_kv_heads, geometry.head_dim, device=spectra[0].vectors_PWW.device)
     bases = [
         _initial_basis(spectrum, next(ranks), config.integers) if chosen else uncompressed
         for spectrum, chosen in zip(spectra, is_compressed, strict=True)
     ]
-    return Plan.of_bases(config, geometry, bases, rotation_bytes=calibration.rotation_bytes)
-
-
-def plan_of_shapes(geometry: KVGeometry, config: OjaKVConfig) -> Plan:
-    """The plan that :func:`make_plan` makes of any calibration where ranks are a fraction, without its numbers (on device
-    ``meta``)."""
-
-    def shapes(parts: int, width: int, rank: int, *, is_compressed: bool) -> InitialBasis:
-        return InitialBasis(
-            vectors_PWR=torch.empty(parts, width, rank, device="meta"),
-            energy_PR=torch.empty(parts, rank, device="meta"),
-            is_compressed=is_compressed,
-        )
-
-    parts, width = (geometry.num_kv_heads, geometry.head_dim) if config.layout == "per_head" else (1, geometry.width)
-    is_compressed = _is_compressed(geometry, config)
-    ranks = iter(uniform_ranks([width] * sum(is_compressed), config.rate, config.rank_multiple))
-    uncompressed = shapes(geometry.num_kv_heads, geometry.head_dim, geometry.head_dim, is_compressed=False)
-    bases = [
-        shapes(parts, width, next(ranks), is_compressed=True) if chosen else uncompressed for chosen in is_compressed
-    ]
-    return Plan.of_bases(config, geometry, bases)
-
-
-def _is_compressed(geometry: KVGeometry, config: OjaKVConfig) -> list[bool]:
-    """Of the keys and the values of each layer in turn."""
-    return [config.compress in ("both", name) for _ in geometry.layers for name in ("keys", "values")]
+    return Plan.of_bases(config, geometry, bases, rotation_bytes=rotation_bytes)
 
 
 def _coded_layers(calibration: Calibration, config: OjaKVConfig) -> dict[int, tuple[InitialBasis, InitialBasis]]:

@@ -11,9 +11,9 @@ from lowrank_kv.hf.geometry import layer_groups
 from lowrank_kv.utils.budget import Budget
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
-from ojakv.basis_plan import make_plan
+from ojakv.basis_plan import make_plan, part_shape
 from ojakv.config import OjaKVConfig
-from ojakv.planned_bytes import rate_of_layers, token_nbytes
+from ojakv.planned_bytes import nbytes_of_layers, token_nbytes
 
 # Rates that are tried at most. Bytes of plans of bits grow evenly with the rate, and a plan takes seconds to make: there the
 # search interpolates, and ends so near below the limit. Narrow models have bytes in steps: it halves the range at times.
@@ -45,7 +45,8 @@ def plan_for_bytes(
     require(0 <= prompt <= tokens, "prompt", prompt, f"between 0 and `tokens` ({tokens})")
     # The counts do not depend on the rate.
     sequences = planned_layers(config, len(calibration.geometry.layers), prompt=prompt, tokens=tokens)
-    plan = _largest_plan(calibration, config, lambda plan: rate_of_layers(plan, sequences, itemsize), share)
+    full = calibration.geometry.full_nbytes(tokens, itemsize)
+    plan = _largest_plan(calibration, config, lambda plan: nbytes_of_layers(plan, sequences, itemsize) / full, share)
     if plan is None:
         raise UserError(
             f"no rate brings this cache to {share:.3f} of the uncompressed bytes at {tokens} tokens; keep fewer tokens at "
@@ -85,7 +86,7 @@ def _largest_plan(
     """The plan of the highest rate whose measure is at most the limit; None where the lowest rate's is above it."""
     config = dataclasses.replace(config, ranks="fraction" if config.ranks == "energy" else config.ranks)
     geometry = calibration.geometry
-    narrowest = geometry.head_dim if config.layout == "per_head" else geometry.width
+    _, narrowest = part_shape(geometry, config)
     if groups := layer_groups(geometry.layers, config.joint_layers):
         narrowest = 2 * min(map(len, groups)) * geometry.width
     # One coefficient of each row; where tokens have classes, what says where a row is takes less than another.

@@ -1,6 +1,5 @@
 """The OjaKV cache that stock `generate()` drives."""
 
-import warnings
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -17,11 +16,9 @@ from lowrank_kv.hf.self_check import check_by_itself
 from lowrank_kv.utils.budget import Budget
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
-from ojakv.basis_plan import make_plan
-from ojakv.byte_budget import plan_for_budget
 from ojakv.config import OjaKVConfig
+from ojakv.model_plan import EXPECTED_TOKENS, plan_for_model
 from ojakv.online_store import OnlineStore, new_store
-from ojakv.planned_bytes import break_even, planned_rate
 
 
 class OjaKVLayer(WindowedLayer):
@@ -71,7 +68,7 @@ class OjaKVCache(LowRankCache):
         bases: str | Path | Calibration,
         self_check: bool = True,
         budget: str | Budget | None = None,
-        expected_tokens: int = 1024,
+        expected_tokens: int = EXPECTED_TOKENS,
     ) -> "OjaKVCache":
         """An empty cache for `model`.
 
@@ -79,7 +76,7 @@ class OjaKVCache(LowRankCache):
             config: the settings; see :meth:`OjaKVConfig.preset`.
             bases: a calibration of this model, or the directory to which `lowrank-kv calibrate` wrote it.
             self_check: first compare the model with a full-rank compressed cache to the model by itself, once for each
-                model; see :func:`lowrank_kv.hf.self_check.self_check`.
+                model; see :func:`lowrank_kv.hf.self_check.check_by_itself`.
             budget: the bytes that the cache may take, such as ``2 GiB/131072 tokens`` or ``4096 B/token``, in place of the
                 settings' rate (:meth:`lowrank_kv.utils.budget.Budget.parse`).
             expected_tokens: how long sequences are at least. Where a sequence's own bases take more bytes than they save at
@@ -90,14 +87,7 @@ class OjaKVCache(LowRankCache):
                 budget, or the model does not pass the check.
         """
         require(expected_tokens >= 1, "expected_tokens", expected_tokens, "at least 1")
-        calibration = Calibration.given(bases).for_model(model)
-        if budget is None:
-            plan = make_plan(calibration, config)
-        else:
-            budget = budget if isinstance(budget, Budget) else Budget.parse(budget)
-            plan = plan_for_budget(calibration, config, budget, itemsize=model.dtype.itemsize)
-        if config.follows_text:
-            _warn_of_bases(plan, model.dtype.itemsize, expected_tokens)
+        plan = plan_for_model(model, config, bases, budget=budget, expected_tokens=expected_tokens, stacklevel=3)
         if self_check:
             check_by_itself(model)
         return cls(model, plan)
@@ -138,15 +128,3 @@ class OjaKVCache(LowRankCache):
             for store in (sequence.key, sequence.value)
             if isinstance(store, OnlineStore)
         ]
-
-
-def _warn_of_bases(plan: Plan, itemsize: int, tokens: int) -> None:
-    """Say where a sequence's own bases weigh more than what they save."""
-    share = planned_rate(plan, prompt=tokens, tokens=tokens, itemsize=itemsize)
-    if share < 1:
-        return
-    warnings.warn(
-        f"{break_even(plan, itemsize)}, and {share:.2f} times as many at {tokens:,} tokens; take a preset whose bases are "
-        f"shared, such as `tokenwise-mixed`, or say by `expected_tokens` that sequences are longer",
-        stacklevel=3,
-    )

@@ -5,12 +5,13 @@ uncompressed one's.
 from lowrank_kv.hf.cache.windowed.own_directions import OwnDirections
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, eviction_parts
 from lowrank_kv.hf.cache.windowed.planned_sequence import PlannedSequence, planned_layers
+from lowrank_kv.utils.search import last_where
 
-_LONGEST = 2**40  # tokens of no sequence
+LONGEST = 2**40  # tokens of no sequence
 
 
-def planned_rate(plan: Plan, *, prompt: int, tokens: int, itemsize: int) -> float:
-    """Bytes over those of an uncompressed cache, for one unpadded sequence whose last token was decoded alone.
+def planned_nbytes(plan: Plan, *, prompt: int, tokens: int, itemsize: int) -> float:
+    """Bytes of one unpadded sequence whose last token was decoded alone; on average where tokens have classes.
 
     Args:
         plan: bases, ranks and settings.
@@ -18,24 +19,27 @@ def planned_rate(plan: Plan, *, prompt: int, tokens: int, itemsize: int) -> floa
         tokens: all tokens, `prompt` included.
         itemsize: bytes of a number in the model's dtype.
     """
-    return rate_of_layers(plan, planned_layers(plan.config, len(plan.layers), prompt=prompt, tokens=tokens), itemsize)
+    return nbytes_of_layers(plan, planned_layers(plan.config, len(plan.layers), prompt=prompt, tokens=tokens), itemsize)
 
 
-def rate_of_layers(plan: Plan, sequences: list[PlannedSequence], itemsize: int) -> float:
-    """:func:`planned_rate` of what each layer holds, as :func:`planned_layers` counts it."""
+def planned_rate(plan: Plan, *, prompt: int, tokens: int, itemsize: int) -> float:
+    """:func:`planned_nbytes` over the bytes of an uncompressed cache."""
+    nbytes = planned_nbytes(plan, prompt=prompt, tokens=tokens, itemsize=itemsize)
+    return nbytes / plan.geometry.full_nbytes(tokens, itemsize)
+
+
+def nbytes_of_layers(plan: Plan, sequences: list[PlannedSequence], itemsize: int) -> float:
+    """:func:`planned_nbytes` of what each layer holds, as :func:`planned_layers` counts it."""
     width = plan.geometry.width
-    layer_bytes = [
-        sum(_store_bytes(initial, sequence, width=width, itemsize=itemsize) for initial in kv)
+    nbytes = sum(
+        sum(_store_nbytes(initial, sequence, width=width, itemsize=itemsize) for initial in kv)
         + sequence.position_bytes(eviction_parts(kv))
         for sequence, kv in zip(sequences, plan.layers.values(), strict=True)
-    ]
-    num_bytes = sum(layer_bytes)
-    if plan.config.rotates:
-        num_bytes += plan.rotation_bytes * sequences[0].length
-    return num_bytes / plan.geometry.full_nbytes(sequences[0].length, itemsize)
+    )
+    return nbytes + (plan.rotation_bytes * sequences[0].length if plan.config.rotates else 0)
 
 
-def _store_bytes(initial: InitialBasis, sequence: PlannedSequence, *, width: int, itemsize: int) -> int:
+def _store_nbytes(initial: InitialBasis, sequence: PlannedSequence, *, width: int, itemsize: int) -> float:
     config = sequence.config
     parts, part_width, rank = initial.vectors_PWR.shape
     rows = sequence.low_rank_capacity * initial.stored_parts
@@ -75,18 +79,11 @@ def break_even_tokens(plan: Plan, itemsize: int) -> int | None:
     if saved <= (plan.rotation_bytes if plan.config.rotates else 0):
         return None
 
-    def is_smaller(tokens: int) -> bool:
-        return planned_rate(plan, prompt=tokens, tokens=tokens, itemsize=itemsize) < 1
+    def saves_nothing(tokens: int) -> bool:
+        return planned_rate(plan, prompt=tokens, tokens=tokens, itemsize=itemsize) >= 1
 
-    low, high = 0, 1
-    while not is_smaller(high):
-        low, high = high, high * 2
-        if high > _LONGEST:  # such as where all of every prompt stays at full rank
-            return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if is_smaller(middle) else (middle, high)
-    return high
+    last = last_where(saves_nothing, least=1, limit=LONGEST) or 0
+    return None if last == LONGEST else last + 1  # none such as where all of every prompt stays at full rank
 
 
 def break_even(plan: Plan, itemsize: int) -> str:

@@ -22,6 +22,11 @@ _INT16_MAX = torch.iinfo(torch.int16).max
 _PROMPT_ROWS_PER_SPARE = 64
 
 
+def position_nbytes(length: int) -> int:
+    """Bytes in which a :class:`RaggedStore` keeps where each of its rows is in a sequence of this length."""
+    return 2 if length <= _INT16_MAX else 4
+
+
 class Bucket(Coefficients):
     """All rows of one rank, and their positions in the sequence, which rise.
 
@@ -221,7 +226,7 @@ class RaggedStore:
     def _prepare_append(self, count: int) -> None:
         """Drop the view and make positions wide enough for `count` more rows."""
         self.native_view = None
-        if self.index_dtype == torch.int16 and self.length + count > _INT16_MAX:
+        if self.index_dtype.itemsize < position_nbytes(self.length + count):
             for bucket in self._buckets.values():
                 bucket.replace_positions(bucket.position_buffer.to(torch.int32))
             self.index_dtype = torch.int32  # last: all buckets have it, or none is said to

@@ -6,10 +6,12 @@ import pytest
 import torch
 from methods import calibration_of, tiny_model
 
+import lowrank_kv
 from lowrank_kv.utils.errors import UserError
 from ojakv import OjaKVCache, OjaKVConfig, break_even_tokens, make_plan
+from ojakv.basis_plan import plan_of_shapes
 from ojakv.byte_budget import plan_for_bytes
-from ojakv.planned_bytes import planned_rate, token_nbytes
+from ojakv.planned_bytes import planned_nbytes, planned_rate, token_nbytes
 
 LENGTH = 200
 
@@ -62,8 +64,22 @@ def test_steps_that_are_put_off_count_once_there_can_be_any(model, calibration, 
     with torch.no_grad():
         for part in ids.split([prompt] + [1] * (LENGTH - prompt), dim=1):
             model(part, past_key_values=cache)
-    planned = planned_rate(plan, prompt=prompt, tokens=LENGTH, itemsize=4) * plan.geometry.full_nbytes(LENGTH, 4)
+    planned = planned_nbytes(plan, prompt=prompt, tokens=LENGTH, itemsize=4)
     assert planned == pytest.approx(cache.nbytes, rel=0.001)
+
+
+@pytest.mark.parametrize("layout", ["joint", "per_head"])
+@pytest.mark.parametrize("cache_dtype", ["model", "int8", "int4"])
+@pytest.mark.parametrize("compress", ["both", "keys"])
+def test_shapes_say_the_bytes_of_a_plan(calibration, layout, cache_dtype, compress):
+    settings = {"layout": layout, "cache_dtype": cache_dtype, "compress": compress}
+    config = OjaKVConfig(ranks="fraction", rate=0.4, **settings)
+    plan = make_plan(calibration, config)
+    shapes = plan_of_shapes(calibration.geometry, config, rotation_bytes=plan.rotation_bytes)
+    assert token_nbytes(shapes, 2) == token_nbytes(plan, 2)
+    for prompt in (10, LENGTH):
+        text = {"prompt": prompt, "tokens": LENGTH, "itemsize": 2}
+        assert planned_nbytes(shapes, **text) == planned_nbytes(plan, **text)
 
 
 def test_a_budget_that_no_rate_keeps_is_refused(model, calibration):
@@ -116,11 +132,25 @@ def test_bases_that_outweigh_what_they_save_are_told():
     taken = planned_rate(plan, prompt=100, tokens=100, itemsize=4)
     with pytest.warns(
         UserWarning, match=f"fewer .* from {pays:,} tokens on, and {taken:.2f} times as many at 100 tokens"
-    ):
+    ) as told:
         OjaKVCache.from_model(wide, config, bases=calibration, expected_tokens=100)
+    assert [each.filename for each in told] == [__file__], "it names who calls"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         OjaKVCache.from_model(wide, config, bases=calibration, expected_tokens=pays)
         OjaKVCache.from_model(wide, OjaKVConfig.preset("static-joint-pf"), bases=calibration, expected_tokens=1)
     with pytest.raises(UserError, match="`expected_tokens` must be at least 1; got 0"):
         OjaKVCache.from_model(wide, config, bases=calibration, expected_tokens=0)
+
+
+def test_one_call_tells_of_bases_that_outweigh_what_they_save():
+    wide = tiny_model(hidden_size=256, num_attention_heads=16, num_key_value_heads=16, num_hidden_layers=1)
+    calibration = calibration_of(wide, blocks=20)
+    pays = break_even_tokens(make_plan(calibration, OjaKVConfig.preset("ojakv-joint", rate=0.9)), 4)
+    with pytest.warns(UserWarning, match=f"fewer .* from {pays:,} tokens on, and .* at 1,024 tokens; .*`toke") as told:
+        lowrank_kv.compress(wide, "ojakv-joint", rate=0.9, bases=calibration)
+    assert [each.filename for each in told] == [__file__], "it names who calls"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lowrank_kv.compress(wide, "ojakv-joint", rate=0.1, bases=calibration)
+        lowrank_kv.compress(wide, "static-joint-pf", rate=0.9, bases=calibration)

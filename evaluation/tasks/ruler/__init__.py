@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.search import last_where
 
 from ..item import GenerationItem
 from ..matching import AllContained, AnyContained, Metric
@@ -72,17 +73,10 @@ def longest_sample(
         return sample(units).num_tokens(tokenizer, chat=chat) <= length
 
     least, most = task.units(index, length)
-    if least > most or not fits(least):
-        return None
-    high = least
-    while high < most and fits(high):
-        least, high = high, min(2 * high + 1, most)
-    if fits(high):
-        return sample(high)
-    while high - least > 1:
-        middle = (least + high) // 2
-        least, high = (middle, high) if fits(middle) else (least, middle)
-    return sample(least)
+    # A tokenizer that merges over the ends of units may leave several ends, and which one is found follows from what is
+    # tried. Counted from one more, the same units are tried as for the samples of published runs.
+    found = last_where(lambda count: fits(count - 1), least=least + 1, limit=most + 1)
+    return None if found is None else sample(found - 1)
 
 
 def ruler_items(

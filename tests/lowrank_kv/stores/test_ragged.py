@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lowrank_kv.ops.native.ragged_view import append_few
 from lowrank_kv.stores.growable_tensor import GROWTH
-from lowrank_kv.stores.ragged import RaggedStore
+from lowrank_kv.stores.ragged import RaggedStore, position_nbytes
 
 WIDTH = 24
 
@@ -113,7 +113,9 @@ def test_the_index_widens_past_int16():
     length = torch.iinfo(torch.int16).max
     store = new_store()
     store.append(torch.ones(length, WIDTH), torch.full((length,), 2))
+    assert store.index_dtype.itemsize == position_nbytes(length) == 2
     append_few(store, torch.full((2, WIDTH), 3.0), [2, 5])
+    assert store.index_dtype.itemsize == position_nbytes(length + 2) == position_nbytes(length + 1) == 4
     assert store.dense()[length - 1 :, 0].tolist() == [1.0, 3.0, 3.0]
     assert store.ranks()[-1] == 5
 
