@@ -198,6 +198,13 @@ def test_a_view_is_made_again_where_buffers_have_moved(which):
     assert reading.coefficients_view(coef) is not view
 
 
+def test_room_for_rows_of_unknown_classes_is_refused():
+    """A number of rows would be taken for one of bytes."""
+    coef = filled(plans_of([(4, 4), (2,)]), rows_of(5), [5])
+    with pytest.raises(NotImplementedError):
+        coef.reserve(9)
+
+
 @pytest.mark.parametrize("which", ["stored", "classes", "marks"])
 def test_rows_that_are_cut_short_leave_none(which, monkeypatch):
     plans, row_NC = plans_of([(4, 4), (2,)]), rows_of(50)
