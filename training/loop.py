@@ -103,31 +103,32 @@ def _train(config: TrainConfig, resume: bool) -> Path:
     record = begin_record(engine, None if saved is None else saved[1])
     batches = _batches(engine, stream, run)
     reporter = _reporter(engine, run.step)
-    if saved is not None:
-        _tell_of_changed_settings(saved[1], config, reporter)
-    sentence = tokenizer(config.report.sentence or SENTENCE)["input_ids"]
-    begin_training(engine)
-    while run.step < steps:
-        _schedule(engine, run.step)
-        passes = config.optimizer.gradient_accumulation_steps
-        step_batches = list(itertools.islice(batches, passes))
-        rounds = run.places.rounds()
-        run.places.note(step_batches, run.step * passes)
-        _step(engine, run, step_batches, gradient_norms, reporter)
-        _tell_of_repeated_text(run, rounds, config, reporter)
-        if inspection_due(run.step, steps, config.report.inspect_every):
-            _inspect(engine, run.step, tokenizer, sentence, reporter)
-        is_due = config.checkpoint_every and run.step % config.checkpoint_every == 0
-        # What comes after the last step may fail, and would take the steps since the last state with it. A mean is of the
-        # states that a run writes on its way.
-        is_last = run.step == steps and bool(config.checkpoint_every) and not config.average_checkpoints
-        if is_due or run.step == steps:
-            run.places.gather()
-        if is_due or is_last:
-            _check_projections(engine, run)
-            progress = run.progress(engine) | {"run_id": record["run_id"], "inputs": record["inputs"]}
-            save_state(states, run.step, engine, progress, config.keep_checkpoints)
-    return finish(engine, run, stream, heldout, tokenizer, reporter, record)
+    with contextlib.closing(reporter):  # a run that fails keeps its last events, too
+        if saved is not None:
+            _tell_of_changed_settings(saved[1], config, reporter)
+        sentence = tokenizer(config.report.sentence or SENTENCE)["input_ids"]
+        begin_training(engine)
+        while run.step < steps:
+            _schedule(engine, run.step)
+            passes = config.optimizer.gradient_accumulation_steps
+            step_batches = list(itertools.islice(batches, passes))
+            rounds = run.places.rounds()
+            run.places.note(step_batches, run.step * passes)
+            _step(engine, run, step_batches, gradient_norms, reporter)
+            _tell_of_repeated_text(run, rounds, config, reporter)
+            if inspection_due(run.step, steps, config.report.inspect_every):
+                _inspect(engine, run.step, tokenizer, sentence, reporter)
+            is_due = config.checkpoint_every and run.step % config.checkpoint_every == 0
+            # What comes after the last step may fail, and would take the steps since the last state with it. A mean is of
+            # the states that a run writes on its way.
+            is_last = run.step == steps and bool(config.checkpoint_every) and not config.average_checkpoints
+            if is_due or run.step == steps:
+                run.places.gather()
+            if is_due or is_last:
+                _check_projections(engine, run)
+                progress = run.progress(engine) | {"run_id": record["run_id"], "inputs": record["inputs"]}
+                save_state(states, run.step, engine, progress, config.keep_checkpoints)
+        return finish(engine, run, stream, heldout, tokenizer, reporter, record)
 
 
 def _check_unused(output: Path) -> None:

@@ -77,26 +77,32 @@ def objection_to_keywords(module: nn.Module, kwargs: dict[str, Any]) -> str | No
 
 
 class StoredStates:
-    """Keys and values that a call stored, until its attention has taken them up: it must attend to these very tensors.
+    """Keys and values that a call stored, until its attention has run: it must attend to these very tensors.
 
     A module that rearranges them, extends them, attends twice, or attends to those of another layer is found out here.
+
+    Attributes:
+        states: exact keys (rotated) and values, (B, G, Q, D) each; None between calls.
     """
 
     def __init__(self):
-        self._stored: tuple[Tensor, Tensor] | None = None
+        self.states: tuple[Tensor, Tensor] | None = None
 
     def put(self, key_BGQD: Tensor, value_BGQD: Tensor) -> None:
-        self._stored = key_BGQD, value_BGQD
+        self.states = key_BGQD, value_BGQD
+
+    def drop(self) -> None:
+        """Hold nothing: the attention has run, or the call ended before it."""
+        self.states = None
 
     def take(self, module: nn.Module, key: Tensor, value: Tensor) -> None:
         """Raise :class:`UserError` unless the attention of `module` is given what it has just stored."""
-        stored, self._stored = self._stored, None
-        if stored is None:
+        if self.states is None:
             raise UserError(
                 f"{type(module).__name__} attends to keys and values that it did not store in this call (it attends twice, "
                 f"or to another layer's), which a compressed cache cannot give it; use a model of another family"
             )
-        if stored[0] is not key or stored[1] is not value:
+        if self.states[0] is not key or self.states[1] is not value:
             raise UserError(
                 f"{type(module).__name__} changes keys or values between its cache and its attention, so that the cache "
                 f"does not hold what is attended to; this family cannot run with a compressed cache"

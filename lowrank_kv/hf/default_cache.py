@@ -8,6 +8,7 @@ import functools
 import inspect
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ _DEFAULT = "_default_cache"  # attribute of the base model: a _DefaultCache
 HOOKING = threading.Lock()  # threads may share a model: one at a time changes its hooks
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)  # each is itself, as a key of _PlainCalls
 class _DefaultCache:
     """What a model fills by itself.
 
@@ -33,18 +34,33 @@ class _DefaultCache:
         make: an empty cache of the class.
         is_on_base: whether it was set on the base model itself.
         hook: of the base model's calls.
-        is_unread: whether the latest call without a cache filled one that no call has read since.
+        latest_read: another object for each call that was given a cache.
     """
 
     cache_class: type[Cache]
     make: Callable[[PreTrainedModel], Cache]
     is_on_base: bool
     hook: RemovableHandle
-    is_unread: bool = False
+    latest_read: object = dataclasses.field(default_factory=object)
 
     @classmethod
     def of_model(cls, model: PreTrainedModel) -> "_DefaultCache | None":
         return model.base_model.__dict__.get(_DEFAULT)
+
+
+class _PlainCalls(threading.local):
+    """A thread's latest calls without a cache. They are no state of the model, which threads share: the first call of one
+    thread does not follow that of another.
+
+    Attributes:
+        unread: what a model fills by itself → its `latest_read` when this thread's latest such call filled a cache.
+    """
+
+    def __init__(self):
+        self.unread: weakref.WeakKeyDictionary[_DefaultCache, object] = weakref.WeakKeyDictionary()
+
+
+_PLAIN_CALLS = _PlainCalls()
 
 
 def hook_generation(model: PreTrainedModel) -> None:
@@ -136,15 +152,16 @@ def _make_cache(base: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict
         kwargs["use_cache"] = False
     elif cache is None and (_uses_cache(base) if use_cache is None else use_cache):
         kwargs[name] = default.make(base)
-        _note_plain_call(default, kwargs[name])
+        if not torch.compiler.is_compiling():
+            _note_plain_call(default, kwargs[name])
     elif cache is not None and not torch.compiler.is_compiling():
-        default.is_unread = False
+        default.latest_read = object()
     return args, kwargs
 
 
 def _note_plain_call(default: _DefaultCache, cache: Cache) -> None:
     """Warn who scores texts by calls that read no compressed token. A prompt whose cache is used has a second call."""
-    if default.is_unread:
+    if _PLAIN_CALLS.unread.pop(default, None) is default.latest_read:
         warnings.warn(
             f"two calls in a row were given no `{CACHE}`, and nothing has read the cache that the first one filled: with "
             f"prompts that are read exactly (`prefill`), the logits and the loss of such calls are the uncompressed "
@@ -152,7 +169,8 @@ def _note_plain_call(default: _DefaultCache, cache: Cache) -> None:
             f"call's `{CACHE}`, in a second one, as `lowrank-kv compare` and `lowrank-kv lm-eval` do",
             stacklevel=2,
         )
-    default.is_unread = cache.compressed_layers()[0].reads_prompts_exactly
+    if cache.compressed_layers()[0].reads_prompts_exactly:
+        _PLAIN_CALLS.unread[default] = default.latest_read
 
 
 def _uses_cache(base: nn.Module) -> bool:

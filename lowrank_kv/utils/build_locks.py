@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -49,30 +50,50 @@ def torch_folders() -> list[Path]:
 
 
 def _await(lock: Path, began: float, patience: float) -> None:
-    is_told = False
-    while lock.exists():
+    is_told, left = False, None
+    while (found := _identity(lock)) is not None:
         owners = _owners(lock)
         if owners is None:
             return  # this system does not say who has a file open, and torch waits
-        if not owners:
+        if not owners and found == left:
             _remove_if_nobody_has_it(lock)
             continue
+        # torch closes a lock before it removes it: only one that nobody has open for a while was left.
+        left = None if owners else found
         waited = time.monotonic() - began
-        if waited > patience:
+        if owners and waited > patience:
             raise UserError(
                 f"process {owners[0]} builds an extension of torch and has held `{lock}` for more than {patience:.0f} s; "
                 f"wait for it, or stop it and remove that file"
             )
-        if waited > _TOLD_AFTER and not is_told:
+        if owners and waited > _TOLD_AFTER and not is_told:
             _LOGGER.warning("waiting for process %s, which builds in %s", owners[0], lock.parent)
             is_told = True
         time.sleep(_ASKED_EVERY)
 
 
-def _remove_if_nobody_has_it(lock: Path) -> None:
-    # Its owner opened it when it made it, so that a file which nobody has open is of a process that is gone.
+def _identity(lock: Path) -> tuple[int, int, int] | None:
+    """Tells a file from a later one of its name; None where there is none."""
     try:
-        lock.unlink(missing_ok=True)
+        found = lock.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns  # a number of a removed file may be given out again
+
+
+def _remove_if_nobody_has_it(lock: Path) -> None:
+    # Its owner opened it when it made it, so that a file which nobody has open is of a process that is gone. Since it was
+    # looked at, another process may have removed it, and a third may have begun to build. So it is first given another
+    # name, which one process can do, and then asked for again.
+    aside = lock.with_name(f"{LOCK}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        lock.rename(aside)
+        if _owners(aside) != []:
+            aside.rename(lock)
+            return
+        aside.unlink()
+    except FileNotFoundError:
+        return  # somebody else has removed it
     except OSError as error:
         raise UserError(
             f"`{lock}` was left by a process that is gone, and cannot be removed ({error.strerror}); remove it, or ask "

@@ -1,5 +1,6 @@
 """Every benchmark as it is called, on a tiny model: it checks what it times, and writes what it says it writes."""
 
+import argparse
 import importlib
 import platform
 import shutil
@@ -15,6 +16,7 @@ import dynakv
 from benchmarks import compare_checkouts, decode_shapes
 from benchmarks.caches import lay_out_by_columns
 from benchmarks.harness import check_close
+from lowrank_kv.hf.cache.windowed.layer import WindowedLayer
 from lowrank_kv.utils import provenance, run_record
 from lowrank_kv.utils.errors import UserError
 
@@ -170,6 +172,28 @@ def test_one_cache_of_those_there_are(rows, caches):
         rows("generate_e2e", *caches, "--caches", "ojakv-pf,dynakv-paged")
 
 
+def test_what_is_checked_are_the_settings_that_are_timed(rows, caches, monkeypatch):
+    """At the preset's own settings, which nobody times, nothing is wrong here."""
+    attend = WindowedLayer._attend_low_rank
+
+    def wrong_with_integers(layer, query, mask, scoring):
+        output = attend(layer, query, mask, scoring)
+        return output * (1.1 if getattr(layer.config, "cache_dtype", None) == "int4" else 1)
+
+    monkeypatch.setattr(WindowedLayer, "_attend_low_rank", wrong_with_integers)
+    arguments = (*caches, "--tokens", 2, "--presets", "ojakv-joint,ojakv-joint+cache_dtype=int4")
+    assert "ojakv-joint" in rows("generate_e2e", *arguments, "--caches", "ojakv-joint")
+    with pytest.raises(AssertionError, match=r"^ojakv-joint\+cache_dtype=int4: "):
+        rows("generate_e2e", *arguments)
+
+
+def test_settings_that_lose_something_at_full_rank_are_timed_too(rows, caches):
+    names = [f"ojakv-joint+{setting}" for setting in ("cache_dtype=int4", "attention=reconstructed", "ranks=budget")]
+    presets = [*names, "ojakv-pf+cache_dtype=int8+eviction={keep_ratio: 0.5}"]
+    found = rows("generate_e2e", *caches, "--tokens", 2, "--presets", ",".join(presets))
+    assert list(found) == [*CACHES[:3], *presets]
+
+
 def test_presets_at_rates_of_their_own_beside_shares_of_the_same_bases(rows, caches):
     model_and_bases = [*caches[:2], *caches[4:6]]
     arguments = (*model_and_bases, "--context", 200, "--tokens", 2, "--shares", "0.25,0.5", "--granularity", 4)
@@ -301,6 +325,26 @@ def test_a_checkout_is_as_fast_as_itself_give_or_take(caches, tmp_path, capsys):
     assert [row["n"] for row in record["rows"]] == [6, 2] * 4
     assert record["config"]["other_commit"] == record["code"]["commit"]
     assert "decode dynakv" in capsys.readouterr().out
+
+
+def test_a_checkout_whose_worker_fails_leaves_none_behind(tmp_path, monkeypatch):
+    """The first to be asked ends, and the other waits for a request."""
+    worker = tmp_path / "worker.py"
+    worker.write_text('import sys\nprint(\'{"methods": ["dynakv"]}\', flush=True)\nsys.stdin.readline()\n')
+    monkeypatch.setattr(compare_checkouts, "WORKER", worker)
+    started, start = [], compare_checkouts.Worker.__init__
+
+    def noted(self, *arguments):
+        start(self, *arguments)
+        started.append(self.process)
+
+    monkeypatch.setattr(compare_checkouts.Worker, "__init__", noted)
+    sizes = {"context": 8, "rounds": 1, "tokens": 1, "repeats": 1}
+    settings = {"model": "m", "presets": [], "rate": 0.3, "checkpoints": "cc", "bases": "bb", **sizes}
+    with pytest.raises(AssertionError, match="the worker ended"):
+        compare_checkouts.decode_and_prefill(argparse.Namespace(**settings), dict.fromkeys(("other", "this"), ROOT))
+    assert len(started) == 2
+    assert all(process.returncode is not None for process in started)
 
 
 def test_what_is_wrong_is_not_timed():

@@ -9,6 +9,7 @@ from families import BY_NAME
 from methods import METHODS, calibration_of, dynakv_model, tiny_model
 
 import lowrank_kv
+from lowrank_kv.hf import attention
 from lowrank_kv.utils.errors import UserError
 from ojakv import OjaKVCache, OjaKVConfig, make_plan
 
@@ -247,3 +248,40 @@ def test_a_torn_cache_is_refused_whichever_layers_have_a_window(kinds, layer, id
     interrupted(model, ids[:, 40:41], cache, layer)
     with pytest.raises(UserError, match=r"as after a call that was cut short: `cache.crop\(0\)` makes them equal"):
         model(ids[:, 40:41], past_key_values=cache)
+
+
+def held(cache):
+    """What layers hold of a running call."""
+    of_layers = ((layer._pending_call, *vars(layer.stored).values()) for layer in cache.compressed_layers())
+    return [each for found in of_layers for each in found if each is not None]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
+@torch.no_grad()
+def test_nothing_of_a_call_outlives_it(method, ids, monkeypatch):
+    """A whole prompt's keys and values would stay beside the coefficients of a call that lacked memory for its attention."""
+    model = tiny_model()
+    cache = method.build(model, 0.5)()
+    model(ids[:, :20], past_key_values=cache)
+    assert not held(cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.compressed_layers()[1], "attend_cached", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            model(ids[:, 20:30], past_key_values=cache)
+    assert not held(cache), "attention that fails"
+    cache.crop(0)
+    for layer in cache.compressed_layers():
+        assert "_new" not in vars(layer)
+    for end in ("begin", "reset"):
+        with monkeypatch.context() as patch:  # between what a layer stores and its attention
+            patch.setattr(attention, "refuse", Mock(side_effect=[None, KeyboardInterrupt]))
+            with pytest.raises(KeyboardInterrupt):
+                model(ids[:, 20:30], past_key_values=cache)
+        assert held(cache)
+        cache.crop(0)
+        if end == "begin":
+            model(ids[:, 20:21], past_key_values=cache)
+            cache.crop(0)
+        else:
+            cache.reset()
+        assert not held(cache)

@@ -10,6 +10,7 @@ import dynakv
 from evaluation.reading import cache_bytes
 from evaluation.shared_prompt import can_share, read_prompt_once
 from lowrank_kv.hf.attention import has_compressors
+from lowrank_kv.hf.cache.layer import CompressedLayer
 from lowrank_kv.hf.geometry import geometry_of
 
 PROMPT, AFTER = 192, 24  # hqq packs a multiple of eight rows
@@ -36,6 +37,8 @@ def check(model, text, makers):
         expected = model(prompt, past_key_values=alone, logits_to_keep=1).logits
         assert torch.equal(logits, expected), name
         assert shared.get_seq_length() == alone.get_seq_length() == PROMPT
+        running = [vars(layer.stored) for layer in shared.layers if isinstance(layer, CompressedLayer)]
+        assert not any(states is not None for each in running for states in each.values()), name
         assert torch.equal(answers(model, after, shared), answers(model, after, alone)), name
         layers = geometry_of(model).layers
         assert cache_bytes(shared, layers) == cache_bytes(alone, layers), name

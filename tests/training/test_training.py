@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import time
 
 import pytest
 import yaml
@@ -13,8 +14,9 @@ from transformers import AutoTokenizer
 
 from dynakv.training_config import TrainConfig
 from lowrank_kv.utils.config import build
-from training import data_sources, engine
+from training import data_sources, engine, loop
 from training.schedule import learning_rate_factor
+from training.step import optimizer_step
 
 LAUNCH = ("-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/single.yaml")
 
@@ -72,6 +74,31 @@ def test_tensorboard_holds_scalars_and_the_heat_map(training_values, tmp_path):
     )
     maps = {"rate/layers_by_keys_values", "conditioning/layers_by_keys_values"}
     assert set(tags["images"]) == maps | {"sentence/tokens", "sentence/layers_by_tokens"}
+
+
+def test_a_run_that_fails_keeps_its_last_events(training_values, tmp_path, monkeypatch):
+    """They are written behind its back, here to a slow disk."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    write = RecordWriter.write
+
+    def slowly(self, data):
+        time.sleep(0.02)
+        write(self, data)
+
+    def step(engine, batches, alpha, *, number, **settings):
+        if number == 3:
+            raise MemoryError
+        return optimizer_step(engine, batches, alpha, number=number, **settings)
+
+    monkeypatch.setattr(loop, "optimizer_step", step)
+    monkeypatch.setattr(RecordWriter, "write", slowly)
+    with pytest.raises(MemoryError):
+        train_here(training_values, tmp_path / "run")
+    events = EventAccumulator(str(tmp_path / "run/tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/peak_memory_bytes")] == [1, 2]
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one(run, mistake, config_file, tmp_path):

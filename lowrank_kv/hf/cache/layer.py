@@ -70,7 +70,7 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
         self.history: RopeHistory | None = None
         self._released: RopeHistory | None = None  # at the end of a call
         self._pending_call: CallContext | None = None  # between begin_call and update
-        self.stored = StoredStates()  # between update and attend
+        self.stored = StoredStates()  # from update to the end of attend
         self._geometry: KVGeometry | None = None  # of the cache
 
     def bind(
@@ -159,6 +159,7 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
     def begin_call(self, context: CallContext) -> None:
         """The next :meth:`update` appends the tokens of this call."""
         self._pending_call = context
+        self.stored.drop()  # of a call that was cut short before its attention
 
     @outside_graphs
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -214,8 +215,11 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
     def attend(
         self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """See :meth:`attend_cached`."""
-        output = self.attend_cached(module, query, mask, inner, **kwargs)
+        """See :meth:`attend_cached`, for which :attr:`stored` holds the exact states of the call."""
+        try:
+            output = self.attend_cached(module, query, mask, inner, **kwargs)
+        finally:
+            self.stored.drop()
         if self._released is not None:
             self._released.release()
         return output
@@ -280,6 +284,8 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
 
     def reset(self) -> None:
         self.clear()
+        self._pending_call = None
+        self.stored.drop()
         self.is_initialized = False
         self.__dict__.pop("batch_size", None)  # transformers asks layers for it that have one
 

@@ -55,6 +55,8 @@ class PagedLayer(CodecLayer):
     @torch.no_grad()
     def start(self) -> None:
         super().start()
+        if self.is_first:  # of stores that an earlier start, which failed, may have made for other sequences
+            self.shared_page_pool.release()
         self.key, self.value = (
             self.shared_page_pool.new_store(self.batch_size, self.dtype, self.device) for _ in range(2)
         )
@@ -147,6 +149,10 @@ class PagedLayer(CodecLayer):
         return self.length
 
     def truncate(self, length: int) -> None:
+        if not length:
+            # As an empty cache: the next call may have other sequences, for which old pages are of the wrong number.
+            self.reset()
+            return
         super().truncate(length)
         self.key.crop(length)
         self.value.crop(length)
@@ -162,8 +168,10 @@ class PagedLayer(CodecLayer):
 
     def clear(self) -> None:
         super().clear()
-        # The next batch may have another size; nothing may keep the pages of this one.
-        self.shared_page_pool.release()
+        # The next batch may have another size; nothing may keep the pages of this one. Where only a later layer is cleared,
+        # because it failed in a text's first call, those before it still read theirs.
+        if self.is_first:
+            self.shared_page_pool.release()
         self.key = self.value = None
         self.length = 0
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from unittest.mock import Mock
 
 import pytest
@@ -60,6 +61,47 @@ def test_a_builder_that_lives_is_waited_for(tmp_path, monkeypatch):
     assert len(looks) == 3
     assert not (tmp_path / LOCK).exists()
     assert process.returncode == 0
+
+
+def test_a_lock_that_is_just_let_go_is_no_lock_that_was_left(tmp_path, caplog):
+    """torch closes it and then removes it."""
+    (tmp_path / LOCK).touch()
+    release = threading.Timer(0.2, (tmp_path / LOCK).unlink)
+    release.start()
+    with caplog.at_level(logging.WARNING, "lowrank_kv"):
+        await_builds([tmp_path])
+    release.join()
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_the_next_builders_lock_stays(tmp_path, caplog, monkeypatch, after):
+    """It has come since the one that was left was looked at, and removed by another process that waits."""
+    lock, baton = tmp_path / LOCK, FileBaton(str(tmp_path / LOCK))
+    lock.touch()
+    owners, looks = build_locks._owners, []
+
+    def next_builder_comes(path):
+        found = owners(path)
+        looks.append(found)
+        if len(looks) == after:
+            lock.unlink()
+            assert baton.try_acquire()
+            threading.Timer(0.7, baton.release).start()
+        return found
+
+    monkeypatch.setattr(build_locks, "_owners", next_builder_comes)
+    with caplog.at_level(logging.WARNING, "lowrank_kv"):
+        await_builds([tmp_path])
+    assert [os.getpid()] in looks
+    assert not caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_that_another_process_has_removed_is_not_told_twice(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "lowrank_kv"):
+        build_locks._remove_if_nobody_has_it(tmp_path / LOCK)
+    assert not caplog.text
 
 
 def test_a_build_without_end_is_given_up_with_its_file_and_owner(tmp_path):

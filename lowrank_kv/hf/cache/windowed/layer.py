@@ -48,7 +48,6 @@ class WindowedLayer(SequenceLayer):
         self.prompts = CommittedPromptTracker(plan.config)
         self.row_group = RowGroup([self])
         self._ends_with_queries = plan.config.chooses_by_last_queries  # asked at every token, and worked out here
-        self._new: tuple[Tensor, Tensor] | None = None  # exact states of the running call, until they are attended
 
     @property
     def reads_prompts_exactly(self) -> bool:
@@ -112,14 +111,13 @@ class WindowedLayer(SequenceLayer):
         ]
         for b, sequence in enumerate(self.sequences):
             sequence.append(key_BGQD[b], value_BGQD[b], present_BQ[b])
-        self._new = (key_BGQD, value_BGQD)
 
     def attend_cached(
         self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """A prompt, and long chunks after it, run `inner` on exact or rebuilt states. A few queries attend in the low-rank
         space, unless the configuration asks for rebuilt states there, too."""
-        (key, value), self._new = self._new, None
+        key, value = self.stored.states
         past, scaling, new_key = self.get_seq_length() - query.shape[2], kwargs["scaling"], key
         is_few = query.shape[2] <= MAX_DECODE_QUERIES
         is_exact = self.reads_prompts_exactly

@@ -246,6 +246,40 @@ def test_pages_are_given_up_and_never_shared(model):
     assert twin.nbytes == cache.nbytes
 
 
+@pytest.mark.layers(2)
+@torch.no_grad()
+def test_a_cropped_text_makes_room_for_another_number_of_sequences(model):
+    _, cache = caches(model)
+    _, fresh = caches(model)
+    model(token_ids(model, 2, 20), past_key_values=cache)
+    pages = weakref.ref(cache.pages.pool.page_PNY)
+    cache.crop(-20)
+    assert pages() is None
+    ids = token_ids(model, 3, 21)
+    for each in (cache, fresh):
+        model(ids[:, :20], past_key_values=each)
+        each.batch_select_indices(torch.tensor([2, 0, 0], device=ids.device))
+    assert cache.nbytes == fresh.nbytes
+    found, expected = (model(ids[:, 20:], past_key_values=each).logits for each in (cache, fresh))
+    assert torch.equal(found, expected)
+
+
+@torch.no_grad()
+def test_a_first_call_that_failed_leaves_no_pages_for_its_sequences(model):
+    _, cache = caches(model)
+    with (
+        mock.patch.object(paged_layer.PagedLayer, "_append_of", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        model(token_ids(model, 2, 20), past_key_values=cache)
+    _, fresh = caches(model)
+    for each in (cache, fresh):
+        model(token_ids(model, 3, 20), past_key_values=each)
+        each.batch_select_indices(torch.tensor([2, 0], device=model.device))
+    assert cache.nbytes == fresh.nbytes
+    assert all(torch.equal(*pair) for pair in zip(rows_of(cache), rows_of(fresh), strict=True))
+
+
 def rows_of(cache):
     return [states.clone() for layer in cache.layers for states in layer.dense()]
 
