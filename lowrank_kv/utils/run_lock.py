@@ -1,8 +1,8 @@
 """One run at a time writes into an output directory; a second is told who the first is.
 
 A run holds a lock of the system on a file, which ends with its process however that ends. The file names its owner: host,
-process and start. Where a file system does not share such locks between hosts, the owner's sign of life does: it renews the
-file's time every few seconds, and an owner on another host counts as dead when that has stopped.
+process and start. Where a file system does not share such locks between hosts, or has none, the owner's sign of life does:
+it renews the file's time every few seconds, and counts as dead when that has stopped.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ def _locked(path: Path) -> int:
         try:
             is_mine = _lock(handle)
             owner = _read(handle)
-            if not is_mine or _lives_elsewhere(owner, handle):
+            if is_mine is False or _gives_signs_of_life(owner, handle, are_here=is_mine is None):
                 raise UserError(
                     f"`output` is {path.parent}, into which another run writes: {_described(owner)}; wait for it, stop it, "
                     f"or choose another `output`"
@@ -78,8 +78,8 @@ def _locked(path: Path) -> int:
         os.close(handle)  # its owner has just ended, and taken the name away
 
 
-def _lock(handle: int) -> bool:
-    """Whether the system's lock could be had; True, too, where the file system has none."""
+def _lock(handle: int) -> bool | None:
+    """Whether the system's lock could be had; None where the file system has no locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -87,6 +87,7 @@ def _lock(handle: int) -> bool:
     except OSError as error:
         if error.errno not in _NOT_SUPPORTED:
             raise
+        return None
     return True
 
 
@@ -104,11 +105,28 @@ def _read(handle: int) -> dict[str, Any]:
     return owner if isinstance(owner, dict) else {}
 
 
-def _lives_elsewhere(owner: dict[str, Any], handle: int) -> bool:
-    """Whether an owner on another host gave a sign of life lately. On this host the system's lock says who lives."""
-    if owner.get("host") in (None, socket.gethostname()):
+def _gives_signs_of_life(owner: dict[str, Any], handle: int, *, are_here: bool) -> bool:
+    """Whether an owner gave one lately.
+
+    Args:
+        are_here: whether one on this host may be asked, too: else the system's lock says whether it lives.
+    """
+    if "host" not in owner:
+        return False
+    if owner["host"] == socket.gethostname() and not (are_here and _is_running(owner.get("pid"))):
         return False
     return time.time() - os.fstat(handle).st_mtime < DEAD_AFTER
+
+
+def _is_running(process: Any) -> bool:
+    """Whether there is such a process on this host."""
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError, TypeError):  # the file may say anything
+        return False
+    except PermissionError:  # it is somebody else's
+        return True
+    return True
 
 
 def _described(owner: dict[str, Any]) -> str:

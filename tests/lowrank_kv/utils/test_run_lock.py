@@ -96,7 +96,13 @@ def test_without_locks_of_the_system_signs_of_life_keep_others_out(tmp_path):
     with run_lock(tmp_path):
         owner = json.loads(lock.read_text())
         assert owner["pid"] == os.getpid()
+        with pytest.raises(UserError, match=f"process {os.getpid()}"), run_lock(tmp_path):  # of this host, too
+            pass
     assert not lock.exists()
+    for gone in (2**22 + 1, 2**80, "damaged"):  # no system gives such numbers
+        lock.write_text(json.dumps({**owner, "pid": gone}))
+        with run_lock(tmp_path):
+            pass
     lock.write_text(json.dumps({**owner, "host": "elsewhere"}))
     with pytest.raises(UserError, match=f"host elsewhere, process {os.getpid()}"), run_lock(tmp_path):
         pass
