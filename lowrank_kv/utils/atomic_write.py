@@ -136,7 +136,9 @@ def write_bytes(target: str | Path, content: bytes) -> None:
     if target.is_dir():
         raise UserError(f"`{target}` is a directory; give the name of a file, such as `{target / 'FILE'}`")
     if target.exists() and not target.is_file():
-        raise UserError(f"`{target}` is a device, a pipe or a socket, and a file would take its place; give another name")
+        raise UserError(
+            f"`{target}` is a device, a pipe or a socket, and a file would take its place; give another name"
+        )
     if target.is_symlink():
         target = Path(os.path.realpath(target))
     with writing(target):
