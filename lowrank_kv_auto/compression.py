@@ -139,7 +139,10 @@ def _with_preset(
 
 
 def _warn_of_no_cache(model: PreTrainedModel) -> None:
-    configs = {"config": model.config.get_text_config(decoder=True), "generation_config": model.generation_config}
+    configs = {
+        "config": model.config.get_text_config(decoder=True),
+        "generation_config": getattr(model, "generation_config", None),  # a base model has none
+    }
     off = [name for name, config in configs.items() if getattr(config, "use_cache", True) is False]
     if off:
         settings = " and ".join(f"`model.{name}.use_cache`" for name in off)
