@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from lowrank_kv.hf.cache_argument import cache_name
+from lowrank_kv.hf.default_cache import note_read
 from lowrank_kv.hf.geometry import check_model
 from lowrank_kv.hf.recurrent_layers import WholeCalls
 from lowrank_kv.utils.errors import UserError
@@ -66,6 +67,7 @@ class _Decoding:
         is_decoded = tokens is not None and tokens.shape[1] == 1 and cache is not None and cache.get_seq_length() > 0
         if torch.is_grad_enabled() or not is_decoded:
             return self.call(*args, **kwargs)
+        note_read(self.call.__self__)
         kind = type(cache), frozenset(kwargs)  # calls that differ in these never share a graph
         if kind not in self.graphs:
             self.graphs[kind] = _compiled(self.call)

@@ -100,6 +100,13 @@ def has_default_cache(model: PreTrainedModel) -> bool:
     return _DefaultCache.of_model(model) is not None
 
 
+def note_read(model: PreTrainedModel) -> None:
+    """Say that a call which the model's hooks are not asked about, since it runs compiled, is given a cache."""
+    default = _DefaultCache.of_model(model)
+    if default is not None:
+        default.latest_read = object()
+
+
 def new_default_cache(model: PreTrainedModel) -> Cache:
     """An empty cache as the model makes it by itself. Raises :class:`UserError` where it makes stock ones."""
     default = _DefaultCache.of_model(model)

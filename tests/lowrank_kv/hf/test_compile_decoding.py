@@ -7,12 +7,13 @@ import shutil
 import pytest
 import torch
 from families import FAMILIES
-from methods import METHODS, tiny_model
+from methods import METHODS, calibration_of, tiny_model
 from threads import threads_of
 from torch import nn
 from torch.nn import functional
 from transformers import DynamicCache, StaticCache, T5Config, T5ForConditionalGeneration
 
+import lowrank_kv
 from lowrank_kv.hf import compile_decoding as compiled
 from lowrank_kv.hf.compile_decoding import compile_decoding
 from lowrank_kv.utils.errors import UserError
@@ -59,6 +60,19 @@ def decoded(model, ids, cache, steps=STEPS):
     model(ids, past_key_values=cache)
     token = torch.full((len(ids), 1), 5)
     return torch.cat([model(token, past_key_values=cache).logits for _ in range(steps)], dim=1)
+
+
+@torch.no_grad()
+def test_compiled_tokens_read_the_cache_of_a_plain_call(ids, graphs, recwarn):
+    """So that two prompts, each with tokens behind it, are not taken for two texts that are scored."""
+    model = tiny_model(num_hidden_layers=2)
+    lowrank_kv.compress(model, "tokenwise-mixed", rate=0.5, bases=calibration_of(model, read=True))
+    compile_decoding(model)
+    for _ in range(3):
+        cache = model(ids).past_key_values
+        model(ids[:, :1], past_key_values=cache)
+    assert graphs
+    assert not [each for each in recwarn if "two calls in a row" in str(each.message)]
 
 
 @all_kinds
