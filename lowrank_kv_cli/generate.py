@@ -147,6 +147,8 @@ def load(arguments: argparse.Namespace):
             # A mistake is found before minutes of loading.
             OjaKVConfig.preset(arguments.preset, rate=arguments.rate, **settings)
         model = load_model(arguments.model, **loading)
+        for config in (model.config.get_text_config(decoder=True), model.generation_config):
+            config.use_cache = True  # whatever the model's own settings say: `generate()` is told so, too
         bases = Calibration.load(arguments.bases)
         preset = arguments.preset or preset_for(bases)
         config = OjaKVConfig.preset(preset, rate=arguments.rate, **settings)
