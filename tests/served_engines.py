@@ -133,3 +133,12 @@ def metric(engine, name: str) -> float:
 
 def prompt_of(length: int, seed: int) -> list[int]:
     return torch.randint(1, 257, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def configured(files: Files, settings: dict, **changed: Any):
+    """vLLM's configuration of an engine with these settings of ours; what they refuse is raised."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    return EngineArgs(**arguments(files, settings, **changed)).create_engine_config()

@@ -124,8 +124,8 @@ def _is_running(process: Any) -> bool:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError, TypeError):  # the file may say anything
         return False
-    except PermissionError:  # it is somebody else's
-        return True
+    except PermissionError:
+        pass  # it is somebody else's
     return True
 
 

@@ -30,3 +30,8 @@ def gated(files, text_file, tmp_path_factory):
     words = ["--model", files.directory / "model", "--name", text_file, "--tokens", 2048, "--length", 128]
     dispatch([str(word) for word in ("measure", "--checkpoint", directory, *words)])
     return directory
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
