@@ -10,8 +10,12 @@ hub. A checkout has some that read local files: --tasks arc_easy_local --include
 
 import importlib
 import sys
+import traceback
 
-from lowrank_kv.utils.errors import not_installed
+from lowrank_kv.utils.errors import UserError, not_installed
+
+# Of the harness, what reads the arguments it is given. What its other modules raise is of a task, or a defect.
+_READ_ARGUMENTS = ("lm_eval._cli", "lm_eval.config.evaluate_config", "lm_eval.evaluator", "lm_eval.api.registry")
 
 
 def main(argv: list[str]) -> None:
@@ -23,4 +27,18 @@ def main(argv: list[str]) -> None:
         raise not_installed("this command", "lm-eval", extra="lm-eval") from error
     importlib.import_module(".model", __package__)  # it enters itself into the harness's registry
     sys.argv = ["lm-eval", *argv]
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except (ValueError, FileNotFoundError) as error:
+        if not _is_of_arguments(error):
+            raise
+        raise UserError(
+            f"lm-evaluation-harness refuses its arguments: {str(error).rstrip('.')}; `lowrank-kv lm-eval run --help` lists "
+            f"them, and `lowrank-kv lm-eval ls tasks` the tasks, to which `--include_path DIR` adds yours"
+        ) from error
+
+
+def _is_of_arguments(error: Exception) -> bool:
+    """Whether the harness raised this itself where it reads arguments."""
+    *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
+    return innermost.f_globals["__name__"].startswith(_READ_ARGUMENTS)

@@ -12,6 +12,7 @@ from typing import Any
 
 import lm_eval.models  # noqa: F401 the harness enters its own models only where there are none yet
 import torch
+from jinja2 import TemplateError
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
@@ -109,6 +110,7 @@ class CompressedLM(TemplateLM):
         self.held = self.full = 0
         self._device = model.device
         self._warns = bool(split) and reads_exactly
+        self._warns_of_system = True
 
     @property
     def eot_token_id(self) -> int:
@@ -152,12 +154,38 @@ class CompressedLM(TemplateLM):
         return self.tokenizer(string, **options).input_ids
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return self.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
+        """A chat in the model's template. Where that refuses system messages they are left out, as the harness's own model
+        does; a warning says so once.
+
+        Raises:
+            UserError: there is no template, or it refuses the other messages, too.
+        """
+        name = self.tokenizer.name_or_path
+        if self.tokenizer.chat_template is None:
+            raise UserError(f"`apply_chat_template` needs a chat template, which `{name}` has not; leave it out")
+        try:
+            return self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        except TemplateError as error:
+            others = [message for message in chat_history if message["role"] != "system"]
+            if len(others) in (0, len(chat_history)):
+                roles = ", ".join(message["role"] for message in chat_history)
+                raise UserError(
+                    f"the chat template of `{name}` refuses messages of {roles}: {error}; leave out `apply_chat_template`, "
+                    f"or set `fewshot_as_multiturn` otherwise"
+                ) from error
+            text = self.apply_chat_template(others, add_generation_prompt)
+            if self._warns_of_system:
+                self._warns_of_system = False
+                _logger.warning(
+                    "the chat template of `%s` refuses system messages (%s): `system_instruction` and the descriptions of "
+                    "tasks are left out, as the harness's own model does (said once)", name, error,
+                )  # fmt: skip
+            return text
 
     def _loglikelihood_tokens(self, requests: Sequence[TokenRequest], **kwargs: Any) -> list[tuple[float, bool]]:
         """Requests of equal context, the choices of a question, share the reading of it."""

@@ -118,6 +118,31 @@ def test_a_chat_is_answered_or_continued_as_the_harness_s_own_model_does(model, 
     assert HFLM.apply_chat_template(own, messages, **options) == expected
 
 
+def test_system_messages_that_a_template_refuses_are_left_out_as_the_harness_s_own_model_does(model, caplog):
+    lm = uncompressed(model)
+    lm.tokenizer.chat_template = (
+        "{% for message in messages %}{% if message['role'] == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+        "{% if message['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+        "<{{ message['role'] }}>{{ message['content'] }}</>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "one?"}
+    own = types.SimpleNamespace(tokenizer=lm.tokenizer, chat_template_args={})
+    for messages in ([system, user], [user], [system, user, {"role": "assistant", "content": "It is"}]):
+        options = {"add_generation_prompt": messages[-1] is user}
+        assert lm.apply_chat_template(messages, **options) == HFLM.apply_chat_template(own, messages, **options)
+    [warning] = [record.message for record in caplog.records if record.name == "lowrank_kv"]
+    assert "no system here" in warning
+    assert "`system_instruction`" in warning
+    for messages, roles in (([system], "system"), ([system, {"role": "tool", "content": "1"}], "tool")):
+        with pytest.raises(
+            UserError, match=f"refuses messages of {roles}: no .* here; leave out `apply_chat_template`"
+        ):
+            lm.apply_chat_template(messages)
+    lm.tokenizer.chat_template = None
+    with pytest.raises(UserError, match="needs a chat template"):
+        lm.apply_chat_template([user])
+
+
 CHAT = "<user>\n\n{}Question: {}?<turn><assistant>\n\n"  # a template that ends with the split, as Llama-3's does
 
 
@@ -333,22 +358,3 @@ def test_the_command_knows_the_model(run, model, files, tmp_path):
     assert results["n-samples"]["arc_easy_local"]["effective"] == 3
     assert 0.5 <= results["config"]["bytes_held"] < 1, "some tokens are held at full rank"
     assert f"the caches held {results['config']['bytes_held']:.4f} of the bytes" in done.stdout + done.stderr
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "give `pretrained`, or `model`, `tokenizer` and `make_cache`"),
-        ({"pretrained": "x", "batch_size": 8}, "`batch_size` must be 1"),
-        (
-            {"pretrained": "MODEL", "preset": "static-joint-pf", "rates": 0.5},
-            "`bases` must be given: `static-joint-pf`",
-        ),
-        ({"pretrained": "MODEL", "preset": "magic", "rates": 0.5}, "`preset` must be .*; got 'magic'"),
-        ({"pretrained": "MODEL", "peer": "snapkv", "bytes": [0.3, 0.5]}, "`rates` must be one"),
-    ],
-)
-def test_mistakes_are_named(tiny_dir, options, message):
-    options = {key: str(tiny_dir) if value == "MODEL" else value for key, value in options.items()}
-    with pytest.raises(UserError, match=message):
-        CompressedLM(**options)
