@@ -69,10 +69,11 @@ def main(argv: list[str]) -> None:
     sys.argv = [sys.argv[0], *words]  # vLLM reads its words there
     importlib.import_module("vllm.plugins").load_general_plugins()
     plugin = importlib.import_module("lowrank_kv_vllm.plugin")
-    if not plugin.is_registered():
+    if not plugin.is_registered() and plugin.lacked() is None:
         raise UserError(
             "vLLM has not loaded the plugin of this package, and would serve uncompressed caches: install the package in "
             f"this environment, and unset $VLLM_PLUGINS, which is {os.environ.get('VLLM_PLUGINS')!r}, or add `lowrank_kv`"
         )
     plugin.check_version()  # before the server is imported, which other versions have elsewhere
+    plugin.check_registered()
     importlib.import_module(_SERVER).main()

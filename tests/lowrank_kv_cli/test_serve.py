@@ -1,4 +1,4 @@
-"""`lowrank-kv serve` with versions of vLLM that are not the tested one."""
+"""`lowrank-kv serve` with versions of vLLM that are not the tested one, or that have not let the plugin in."""
 
 import importlib
 import importlib.machinery
@@ -40,11 +40,46 @@ def vllm(monkeypatch):
     return found
 
 
-def test_a_version_that_is_not_tested_is_refused_before_its_server_is_looked_for(vllm, tiny_dir, tmp_path):
+@pytest.fixture
+def words(tiny_dir, tmp_path):
     calibration_of(load_model(str(tiny_dir)), read=True).save(tmp_path / "bases", model="tiny", text=["random"])
-    words = ["serve", "--model", str(tiny_dir), "--bases", str(tmp_path / "bases")]
+    return ["serve", "--model", str(tiny_dir), "--bases", str(tmp_path / "bases")]
+
+
+def test_a_version_that_is_not_tested_is_refused_before_its_server_is_looked_for(vllm, words):
     with pytest.raises(UserError, match=r"vLLM 0\.99\.1 is not tested with compressed pages.*install one of 0\.32\.\*"):
         cli.dispatch(words)
     vllm.__version__ = "0.32.7"
     with pytest.raises(ModuleNotFoundError, match="vllm.entrypoints"):
         cli.dispatch(words)
+
+
+def test_a_plugin_that_vllm_did_not_call_is_told_from_one_that_found_something_lacking(vllm, words, monkeypatch):
+    load = sys.modules["vllm.plugins"].load_general_plugins
+    vllm.__version__ = "0.32.7"
+    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    monkeypatch.setattr(sys.modules["vllm.plugins"], "load_general_plugins", lambda: None)
+    with pytest.raises(UserError, match="vLLM has not loaded the plugin.*which is 'another'"):
+        cli.dispatch(words)
+    monkeypatch.setattr(sys.modules["vllm.plugins"], "load_general_plugins", load)
+    with pytest.raises(UserError, match=r"vLLM 0\.32\.7 lacks something .*\(No module named 'vllm.model_executor'"):
+        cli.dispatch(words)
+    for name in ("vllm.model_executor", "vllm.model_executor.layers", "vllm.model_executor.layers.attention"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["vllm.model_executor.layers.attention"].Attention = types.SimpleNamespace(__init__=len)
+    with pytest.raises(
+        UserError, match=r"lacks something .*\(.*get_kv_cache_spec.*pip install -c constraints-vllm.txt"
+    ):
+        cli.dispatch(words)
+
+
+def test_what_vllm_lacks_ends_only_who_asks_for_compressed_pages(vllm):
+    vllm.__version__ = "0.32.7"
+    sys.modules["vllm.plugins"].load_general_plugins()
+    arguments = sys.modules["vllm.engine.arg_utils"].EngineArgs()
+    arguments.additional_config = {}
+    with pytest.raises(NotImplementedError):
+        arguments.create_engine_config()
+    arguments.additional_config = {"lowrank_kv": {"bases": "DIR"}}
+    with pytest.raises(UserError, match="lacks something"):
+        arguments.create_engine_config()
