@@ -18,6 +18,7 @@ from lowrank_kv.hf.geometry import attention_modules, device_of_module, geometry
 from lowrank_kv.hf.prepare import prepare, restore
 from lowrank_kv.utils.config import require, to_dict
 from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.values import check_type
 
 
 @torch.inference_mode(False)  # parameters that were made in it could be neither served nor trained, not even later
@@ -27,6 +28,7 @@ def add_compressors(model: PreTrainedModel, config: DynaKVConfig) -> PreTrainedM
     The caller fills them: from moments, from a checkpoint, or by weight loading.
     """
     geometry = geometry_of(model)
+    check_type("config", config, DynaKVConfig, "settings, such as DynaKVConfig(rank_policy='gate')")
     _check_granularity(config, geometry.width, "compressor.granularity")
     modules = attention_modules(model)
     for index in geometry.layers:
@@ -69,8 +71,9 @@ def set_exact_tokens(model: PreTrainedModel, exact_tokens: ExactTokens | None) -
         exact_tokens: which ones; None for none.
 
     Raises:
-        UserError: the model's own attention takes no such mask.
+        UserError: `exact_tokens` is something else, or the model's own attention takes no such mask.
     """
+    check_type("exact_tokens", exact_tokens, ExactTokens | None, "ExactTokens(), with other counts or without, or None")
     for index in compressors(model):
         getattr(attention_modules(model)[index], PREPARED).set_exact_tokens(exact_tokens)
 

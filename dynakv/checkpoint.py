@@ -27,9 +27,11 @@ from lowrank_kv.hf import full_checkpoint
 from lowrank_kv.hf.geometry import check_not_offloaded, geometry_of, warn_of_another
 from lowrank_kv.hf.self_check import check_by_itself
 from lowrank_kv.utils.atomic_write import copy_all_but, new_directory
-from lowrank_kv.utils.config import require, to_dict
+from lowrank_kv.utils.config import to_dict
 from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.paths import path_of
 from lowrank_kv.utils.torch_defaults import fp32_on_cpu
+from lowrank_kv.utils.values import check_type, plain_json
 
 
 def compressor_state(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -67,15 +69,15 @@ def write_compressor(
         base_model: of the compressor; by default the name of `model`.
 
     Raises:
-        UserError: the summary is no dictionary, as that of a checkpoint that is loaded is.
+        UserError: the summary is no dictionary, as that of a checkpoint that is loaded is, or JSON cannot hold it.
     """
-    require(isinstance(summary, dict | None), "summary", summary, "a dictionary, or left out")
+    check_type("summary", summary, dict | None, "a dictionary, or left out")
     config = CheckpointConfig(
         method=METHOD,
         base_model=base_model or str(model.config._name_or_path),
         geometry=geometry_of(model),
         compressor=settings_of(model),
-        summary=summary or {},
+        summary=plain_json("summary", summary or {}),
     )
     write_files(directory, state, config)
 
@@ -84,9 +86,10 @@ def save_compressor(model: PreTrainedModel, directory: str | Path, *, summary: d
     """Write a compressor checkpoint, whole or not at all; an earlier one in `directory` is replaced.
 
     Raises:
-        UserError: a projection cannot be inverted, the summary is no dictionary, or `directory` holds something else;
-            nothing is written.
+        UserError: a projection cannot be inverted, the summary is no dictionary or JSON cannot hold it, or `directory` holds
+            something else; nothing is written.
     """
+    directory = path_of(directory, "directory")
     for compressor in token_compressors(model):
         compressor.projection.check_condition()
     with new_directory(directory, WEIGHTS) as partial:
@@ -100,7 +103,7 @@ def save_again(model: PreTrainedModel, directory: str | Path, summary: dict[str,
     Raises:
         UserError: the summary is no dictionary.
     """
-    directory = Path(directory)
+    directory = path_of(directory, "directory")
     config, state = read_config(directory), compressor_state(model)
     kept = {name: state.get(name, tensor) for name, tensor in read_state(directory / WEIGHTS).items()}
     with new_directory(directory, WEIGHTS) as partial:

@@ -24,6 +24,7 @@ from lowrank_kv.hf.geometry import KVGeometry
 from lowrank_kv.utils.atomic_write import put_back
 from lowrank_kv.utils.config import build, check_entries, to_dict
 from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.paths import path_of
 
 WEIGHTS, CONFIG = "compressor.safetensors", "config.json"
 SHA256 = "sha256"  # entry of `config.json`: name of a file → its hash, of `config.json` that of all else in it
@@ -68,12 +69,13 @@ def _hash_of_entries(entries: dict[str, Any]) -> str:
 
 def read_config(directory: str | Path) -> CheckpointConfig:
     """The configuration of a compressor checkpoint. Raises :class:`UserError` when it is not one."""
-    path = Path(directory) / CONFIG
+    directory = path_of(directory, "directory")
+    path = directory / CONFIG
     put_back(directory)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        runs = Path(directory) / "checkpoint"  # of a training run
+        runs = directory / "checkpoint"  # of a training run
         hint = f"did you mean `{runs}`?" if (runs / CONFIG).is_file() else "`lowrank-kv train` writes one"
         raise UserError(
             f"`{directory}` is no DynaKV checkpoint: cannot read {path}: {error.strerror}; {hint}"
@@ -122,7 +124,7 @@ def _checked_hash(values: dict[str, Any], path: Path) -> str | None:
 
 def checked_state(directory: str | Path, config: CheckpointConfig) -> dict[str, Tensor]:
     """The tensors of a checkpoint, unpacked. Raises :class:`UserError` for a file that is damaged."""
-    path = Path(directory) / WEIGHTS
+    path = path_of(directory, "directory") / WEIGHTS
     state = read_state(path)
     if config.weights_sha256 is not None and _hash_of_file(path) != config.weights_sha256:
         raise UserError(

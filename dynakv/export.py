@@ -13,7 +13,7 @@ from dynakv.packed_projections import PACKABLE, is_packed, packed, projections_i
 from lowrank_kv.utils.atomic_write import copy_all_but, new_directory
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
-from lowrank_kv.utils.paths import name_of
+from lowrank_kv.utils.paths import name_of, path_of
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 MOST_ERROR = 1e-3  # ‖U V − I‖ / ‖I‖
@@ -36,9 +36,9 @@ def export_compressor(directory: str | Path, output: str | Path, *, base_model: 
             its projections are not a matrix and its inverse, or cannot be inverted when rounded; `output` holds something
             else, or is `directory`.
     """
-    is_id = base_model is None or _HUB_ID.fullmatch(base_model) is not None
+    is_id = base_model is None or (isinstance(base_model, str) and _HUB_ID.fullmatch(base_model) is not None)
     require(is_id, "base_model", base_model, "a hub id, such as HuggingFaceTB/SmolLM2-135M-Instruct, or left out")
-    directory, output = Path(directory), Path(output)
+    directory, output = path_of(directory, "directory"), path_of(output, "output")
     config = read_config(directory)
     decoder = kind_of_compressor(config.compressor).kind_of_projection(config.compressor)
     if decoder not in PACKABLE:

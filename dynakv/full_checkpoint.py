@@ -14,6 +14,7 @@ from lowrank_kv.hf import full_checkpoint
 from lowrank_kv.hf.attention import TRANSFORM
 from lowrank_kv.utils.config import build, to_dict
 from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.paths import path_of
 
 
 def save_full(model: PreTrainedModel, directory: str | Path, *, state: dict[str, Tensor] | None = None) -> None:
@@ -25,6 +26,7 @@ def save_full(model: PreTrainedModel, directory: str | Path, *, state: dict[str,
         state: the tensors to write instead of the model's own, by their names in a stock model with compressors; sharded
             training gathers them first.
     """
+    directory = path_of(directory, "directory")
     full_checkpoint.save_full(model, directory, METHOD, to_dict(settings_of(model)), state)
 
 

@@ -1,6 +1,7 @@
 """Put any method on a stock model by a preset's name or by a directory, and take it off again."""
 
 import functools
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from lowrank_kv.hf.default_cache import set_default_cache
 from lowrank_kv.hf.geometry import check_model
 from lowrank_kv.hf.prepare import prepare
 from lowrank_kv.hf.self_check import check_by_itself
-from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError, nearest
+from lowrank_kv.utils.paths import path_of
+from lowrank_kv.utils.values import check_type
 from ojakv import PRESETS, OjaKVCache, OjaKVConfig
 from ojakv.model_plan import plan_for_model
 
@@ -66,8 +68,7 @@ def compress(
     """
     check_model(model)
     _warn_of_no_cache(model)
-    is_source = isinstance(source, str | Path | Calibration)
-    require(is_source, "source", type(source).__name__, "a preset's name, a directory, or a calibration")
+    check_type("source", source, str | os.PathLike | Calibration, "a preset's name, a directory, or a calibration")
     if "preset" in settings:
         raise UserError(
             f"`preset` is no setting: name it first, and the calibration as `bases`: "
@@ -77,9 +78,9 @@ def compress(
         _refuse("bases", bases, "the calibration is given already; give a preset's name in its place")
         return _with_preset(model, preset_for(source), rate, source, settings, self_check)
     # Nothing but a preset has bases beside it.
-    if str(source) in PRESETS or (bases is not None and not Path(source).expanduser().is_dir()):
-        return _with_preset(model, str(source), rate, bases, settings, self_check)
-    directory = Path(source).expanduser()
+    directory, name = path_of(source), os.fspath(source)
+    if name in PRESETS or (bases is not None and not directory.is_dir()):
+        return _with_preset(model, name, rate, bases, settings, self_check)
     if Calibration.is_in(directory):
         _refuse("bases", bases, f"`{source}` is a calibration itself; give a preset's name in its place")
         found = Calibration.load(directory)
@@ -90,7 +91,7 @@ def compress(
         )
         _refuse("bases", bases, f"the compressor `{source}` holds its own")
         return dynakv.attach(model, directory, self_check=self_check, replace=True, **settings)
-    raise UserError(f"`{source}` is no preset, no calibration and no compressor; {_remedy(str(source), directory)}")
+    raise UserError(f"`{source}` is no preset, no calibration and no compressor; {_remedy(name, directory)}")
 
 
 def uncompress(model: PreTrainedModel) -> PreTrainedModel:

@@ -8,18 +8,19 @@ rounded to eight bits, a scale for each direction. Everything that loads a check
 of the bytes with a plan of bits. A gate's own weights stay as they are, which leaves five eighths.
 """
 
-from pathlib import Path
-
 from dynakv.checkpoint_files import WEIGHTS
 from dynakv.export import export_compressor
 from lowrank_kv.utils.arguments import ArgumentParser
+from lowrank_kv.utils.paths import path_of
 
 
 def main(argv: list[str]) -> None:
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="compressor, as training wrote it")
     parser.add_argument(
-        "--output", required=True, metavar="DIR", help="to write; an earlier checkpoint there is replaced"
+        "--checkpoint", required=True, type=path_of, metavar="DIR", help="compressor, as training wrote it"
+    )
+    parser.add_argument(
+        "--output", required=True, type=path_of, metavar="DIR", help="to write; an earlier checkpoint there is replaced"
     )
     parser.add_argument(
         "--base-model",
@@ -28,5 +29,5 @@ def main(argv: list[str]) -> None:
     )
     arguments = parser.parse_args(argv)
     export_compressor(arguments.checkpoint, arguments.output, base_model=arguments.base_model)
-    before, after = ((Path(each) / WEIGHTS).stat().st_size for each in (arguments.checkpoint, arguments.output))
+    before, after = ((each / WEIGHTS).stat().st_size for each in (arguments.checkpoint, arguments.output))
     print(f"{arguments.output}: {after:,} bytes of {before:,}")

@@ -8,7 +8,6 @@
 """
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from lowrank_kv.stores.quantization import CACHE_DTYPES
 from lowrank_kv.utils.arguments import ArgumentParser
 from lowrank_kv.utils.drawing import check_seed, check_temperature
 from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.paths import path_of
 from lowrank_kv_auto.compression import preset_for
 from ojakv import PRESETS, OjaKVConfig
 
@@ -69,8 +69,10 @@ def main(argv: list[str]) -> None:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(description=__doc__)
     method = parser.add_mutually_exclusive_group(required=True)
-    method.add_argument("--checkpoint", metavar="DIR", help="compressor or full checkpoint")
-    method.add_argument("--bases", metavar="DIR", help="written by `lowrank-kv calibrate`; needs `--model`")
+    method.add_argument("--checkpoint", type=path_of, metavar="DIR", help="compressor or full checkpoint")
+    method.add_argument(
+        "--bases", type=path_of, metavar="DIR", help="written by `lowrank-kv calibrate`; needs `--model`"
+    )
     parser.add_argument(
         "--preset",
         metavar="NAME",
@@ -159,7 +161,7 @@ def load(arguments: argparse.Namespace):
     for name in ("preset", "rate"):
         if getattr(arguments, name) is not None:
             raise UserError(f"`--{name}` is of bases: give `--bases` in place of `--checkpoint`, or leave it out")
-    directory = Path(arguments.checkpoint)
+    directory = arguments.checkpoint
     if not directory.is_dir():
         raise UserError(f"the checkpoint directory `{directory}` does not exist; train one with `lowrank-kv train`")
     if Calibration.is_in(directory):
@@ -183,7 +185,7 @@ def read_prompt(prompt: str) -> str:
     if not prompt.startswith("@"):
         return prompt
     try:
-        return Path(prompt[1:]).read_text(encoding="utf-8")
+        return path_of(prompt[1:]).read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot read the prompt file `{prompt[1:]}`: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -15,7 +15,6 @@ also how long each sequence may be.
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +31,7 @@ from lowrank_kv.utils.arguments import ArgumentParser
 from lowrank_kv.utils.budget import Budget, parse_size
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.paths import path_of
 from lowrank_kv.utils.search import last_where
 from lowrank_kv_cli.planned_cache import dynakv_nbytes, preset_nbytes, preset_plan, sliding_window_nbytes
 from lowrank_kv_cli.saved import describe
@@ -49,7 +49,7 @@ DEFAULTS = {"tokens": 4096, "batch": 1, "dtype": "bfloat16"}
 
 def main(argv: list[str]) -> None:
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("path", nargs="?", metavar="PATH", help="a checkpoint or calibration")
+    parser.add_argument("path", type=path_of, nargs="?", metavar="PATH", help="a checkpoint or calibration")
     parser.add_argument("--json", action="store_true", help="print JSON, not a table")
     group = parser.add_argument_group("the bytes of a cache")
     group.add_argument("--model", metavar="ID", help="hub id or directory; only its configuration is read")
@@ -57,7 +57,9 @@ def main(argv: list[str]) -> None:
     group.add_argument("--batch", type=int, metavar="B", help=f"sequences [default {DEFAULTS['batch']}]")
     group.add_argument("--dtype", choices=DTYPES, help=f"of the model [default {DEFAULTS['dtype']}]")
     method = group.add_mutually_exclusive_group()
-    method.add_argument("--checkpoint", metavar="DIR", help="DynaKV compressor checkpoint, at the rates measured of it")
+    method.add_argument(
+        "--checkpoint", type=path_of, metavar="DIR", help="DynaKV compressor checkpoint, at the rates measured of it"
+    )
     method.add_argument("--preset", metavar="NAME", help=f"one of {', '.join(PRESETS)}")
     rate = group.add_mutually_exclusive_group()
     rate.add_argument("--rate", type=float, metavar="R", help="of the preset [default: the preset's own]")
@@ -65,7 +67,9 @@ def main(argv: list[str]) -> None:
         "--budget", metavar="SIZE", help="in its place, such as '4096 B/token' or '2 GiB/131072 tokens' of one sequence"
     )
     group.add_argument("--memory", metavar="SIZE", help="for all sequences, such as '24 GiB': how long may each be?")
-    group.add_argument("--bases", metavar="DIR", help="written by `lowrank-kv calibrate`, for presets that need it")
+    group.add_argument(
+        "--bases", type=path_of, metavar="DIR", help="written by `lowrank-kv calibrate`, for presets that need it"
+    )
     arguments = parser.parse_args(argv)
 
     if (arguments.path is None) == (arguments.model is None):
@@ -151,14 +155,12 @@ def _dynakv_cache(
         note = f"a compressed token takes {rates.mean:.3f} of its bytes in 16 bits, on {rates.source}"
     else:
         note = f"DynaKV's rate depends on the text: this is {rates.mean:.3f} of all coefficients, as on {rates.source}"
-    shared = (
-        f"all sequences share the compressor, {Path(arguments.checkpoint, WEIGHTS).stat().st_size:,} bytes as saved"
-    )
+    shared = f"all sequences share the compressor, {(arguments.checkpoint / WEIGHTS).stat().st_size:,} bytes as saved"
 
     def nbytes(tokens: int) -> int:
         return dynakv_nbytes(config, rates, tokens=tokens, itemsize=itemsize, rotation_bytes=rotation_bytes)
 
-    return _PlannedCache(f"DynaKV, {Path(arguments.checkpoint)}", nbytes, [note, f"{shared}; {_COME_ON_TOP}"])
+    return _PlannedCache(f"DynaKV, {arguments.checkpoint}", nbytes, [note, f"{shared}; {_COME_ON_TOP}"])
 
 
 def _preset_cache(

@@ -18,6 +18,7 @@ from lowrank_kv.hf.geometry import KVGeometry, geometry_of
 from lowrank_kv.hf.loading import load_shape
 from lowrank_kv.utils.config import build, to_dict
 from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.paths import path_of
 from lowrank_kv.utils.provenance import RUN_FILE
 
 
@@ -27,7 +28,7 @@ def describe(path: str | Path) -> dict[str, Any]:
     Raises:
         UserError: it holds nothing that the project writes, or is damaged.
     """
-    directory = Path(path).expanduser()
+    directory = path_of(path)
     config = _read_json(directory / CONFIG) if (directory / CONFIG).is_file() else {}
     if config.get("method") == METHOD:
         described = _describe_compressor(directory)

@@ -20,9 +20,9 @@ from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, by_columns
 from lowrank_kv.hf.geometry import KVGeometry, layer_groups
 from lowrank_kv.hf.rope import POSITION_BYTES
 from lowrank_kv.stores.quantization import IntegerQuantization
-from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.torch_defaults import fp32_on_cpu
+from lowrank_kv.utils.values import check_type
 from ojakv.config import OjaKVConfig
 
 
@@ -44,12 +44,9 @@ def make_plan(calibration: Calibration, config: OjaKVConfig) -> Plan:
 
     Raises:
         UserError: coefficients are to be held as integers, and the calibration read too few tokens to know their scale; or
-            in mixed widths, and it does not say what is read of a cache; or `config` is none.
+            in mixed widths, and it does not say what is read of a cache; or one of the two is none.
     """
-    wanted = "settings, such as OjaKVConfig.preset('ojakv-joint')"
-    require(
-        isinstance(config, OjaKVConfig), "config", config if isinstance(config, str) else type(config).__name__, wanted
-    )
+    check_arguments(calibration, config)
     geometry = calibration.geometry
     if config.has_plan:
         layers = _coded_layers(calibration, config)
@@ -63,6 +60,12 @@ def make_plan(calibration: Calibration, config: OjaKVConfig) -> Plan:
         )
     spectra = [spectrum for index in geometry.layers for spectrum in _spectra(calibration, index, config)]
     return _plan(spectra, geometry, config, calibration.rotation_bytes)
+
+
+def check_arguments(calibration: Calibration, config: OjaKVConfig) -> None:
+    """Raise :class:`UserError` where what a plan is to be made of is something else."""
+    check_type("calibration", calibration, Calibration, "a calibration, such as Calibration.load(DIR)")
+    check_type("config", config, OjaKVConfig, "settings, such as OjaKVConfig.preset('ojakv-joint')")
 
 
 @fp32_on_cpu()

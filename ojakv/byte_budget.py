@@ -11,7 +11,8 @@ from lowrank_kv.hf.geometry import layer_groups
 from lowrank_kv.utils.budget import Budget
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
-from ojakv.basis_plan import make_plan, part_shape
+from lowrank_kv.utils.values import check_type, number, whole_number
+from ojakv.basis_plan import check_arguments, make_plan, part_shape
 from ojakv.config import OjaKVConfig
 from ojakv.planned_bytes import nbytes_of_layers, token_nbytes
 
@@ -38,11 +39,16 @@ def plan_for_bytes(
         itemsize: bytes of a number in the model's dtype.
 
     Raises:
-        UserError: a number is out of range, or tokens at full rank take more than the share at any rate.
+        UserError: an argument is of another type, a number is out of range, or tokens at full rank take more than the share
+            at any rate.
     """
+    check_arguments(calibration, config)
+    share, itemsize = number("share", share), whole_number("itemsize", itemsize)
+    prompt, tokens = whole_number("prompt", prompt), whole_number("tokens", tokens)
     require(0 < share < math.inf, "share", share, "positive; 0.3 is three tenths of the bytes")
     require(tokens >= 1, "tokens", tokens, "at least 1")
     require(0 <= prompt <= tokens, "prompt", prompt, f"between 0 and `tokens` ({tokens})")
+    require(itemsize >= 1, "itemsize", itemsize, "at least 1")
     # The counts do not depend on the rate.
     sequences = planned_layers(config, len(calibration.geometry.layers), prompt=prompt, tokens=tokens)
     full = calibration.geometry.full_nbytes(tokens, itemsize)
@@ -66,8 +72,12 @@ def plan_for_budget(calibration: Calibration, config: OjaKVConfig, budget: Budge
         itemsize: bytes of a number in the model's dtype.
 
     Raises:
-        UserError: no rate keeps within it.
+        UserError: an argument is of another type, or no rate keeps within the budget.
     """
+    check_arguments(calibration, config)
+    check_type("budget", budget, Budget, "a budget, such as Budget.parse('4096 B/token')")
+    itemsize = whole_number("itemsize", itemsize)
+    require(itemsize >= 1, "itemsize", itemsize, "at least 1")
     if budget.tokens is not None:
         share = budget.nbytes / calibration.geometry.full_nbytes(budget.tokens, itemsize)
         return plan_for_bytes(calibration, config, share, prompt=budget.tokens, tokens=budget.tokens, itemsize=itemsize)

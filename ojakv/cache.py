@@ -16,6 +16,7 @@ from lowrank_kv.hf.self_check import check_by_itself
 from lowrank_kv.utils.budget import Budget
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.values import check_type, whole_number
 from ojakv.config import OjaKVConfig
 from ojakv.model_plan import EXPECTED_TOKENS, plan_for_model
 from ojakv.online_store import OnlineStore, new_store
@@ -55,7 +56,7 @@ class OjaKVCache(LowRankCache):
             plan: from :func:`ojakv.make_plan`; caches may share it.
         """
         how = "a plan: of make_plan(calibration, config), or call OjaKVCache.from_model(model, config, bases=DIR)"
-        require(isinstance(plan, Plan), "plan", type(plan).__name__, how)
+        check_type("plan", plan, Plan, how)
         geometry_of(model).check_equal(plan.geometry, "the plan")
         super().__init__(model, layers_of(plan, OjaKVLayer))
 
@@ -86,6 +87,7 @@ class OjaKVCache(LowRankCache):
             UserError: the calibration is missing or damaged, its model has another shape, no rate keeps within the
                 budget, or the model does not pass the check.
         """
+        expected_tokens = whole_number("expected_tokens", expected_tokens)
         require(expected_tokens >= 1, "expected_tokens", expected_tokens, "at least 1")
         plan = plan_for_model(model, config, bases, budget=budget, expected_tokens=expected_tokens, stacklevel=3)
         if self_check:

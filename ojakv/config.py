@@ -250,7 +250,7 @@ class OjaKVConfig(WindowedConfig):
             UserError: unknown preset or key, a value out of range, or one that changes nothing.
         """
         if name not in PRESETS:
-            raise UserError(f"unknown preset `{name}`; {nearest(name, PRESETS, 'presets')}")
+            raise UserError(f"unknown preset `{name}`; {nearest(str(name), PRESETS, 'presets')}")
         overrides |= {} if rate is None else {"rate": rate}
         values, source = read_yaml(_PRESETS / f"{name}.yaml"), f"preset {name}"
         config, own = (build(cls, {**values, **changed}, source=source) for changed in (overrides, {}))

@@ -6,6 +6,7 @@ from lowrank_kv.hf.cache.windowed.own_directions import OwnDirections
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, eviction_parts
 from lowrank_kv.hf.cache.windowed.planned_sequence import PlannedSequence, planned_layers
 from lowrank_kv.utils.search import last_where
+from lowrank_kv.utils.values import check_type, whole_number
 
 LONGEST = 2**40  # tokens of no sequence
 
@@ -74,7 +75,12 @@ def break_even_tokens(plan: Plan, itemsize: int) -> int | None:
     """From how many tokens on one sequence, read as a prompt, takes fewer bytes than an uncompressed cache.
 
     It takes more before where the sequence has bases of its own. None where it always does.
+
+    Raises:
+        UserError: `plan` is no plan, or `itemsize` no number of bytes.
     """
+    check_type("plan", plan, Plan, "a plan, such as make_plan(calibration, config)")
+    itemsize = whole_number("itemsize", itemsize)
     saved = plan.geometry.full_nbytes(1, itemsize) - token_nbytes(plan, itemsize)
     if saved <= (plan.rotation_bytes if plan.config.rotates else 0):
         return None

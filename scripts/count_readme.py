@@ -9,9 +9,9 @@ name. Only what a README shows itself counts, not what it links to.
 
 import argparse
 import re
-from pathlib import Path
 
 from lowrank_kv.utils import cli
+from lowrank_kv.utils.paths import path_of
 
 _PICTURE = re.compile(r"!\[[^\]]*\]\(([^)\s]+)[^)]*\)|<img[^>]*\ssrc=[\"']([^\"']+)[\"']")
 _BADGE = re.compile(r"shields\.io|badge|pepy\.tech|dcbadge|gurubase", re.I)
@@ -19,7 +19,7 @@ _BADGE = re.compile(r"shields\.io|badge|pepy\.tech|dcbadge|gurubase", re.I)
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="READMEs")
+    parser.add_argument("files", nargs="+", type=path_of, metavar="FILE", help="READMEs")
     print("| README | lines | words | of prose | first Python at line | figures | folded sections |")
     print("|---|--:|--:|--:|--:|--:|--:|")
     for path in parser.parse_args(argv).files:

@@ -25,6 +25,7 @@ from evaluation.page.alike import check_read_alike
 from lowrank_kv.utils import cli, run_record
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.intervals import clusters_of, interval
+from lowrank_kv.utils.paths import path_of
 
 Windows = Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
 
@@ -33,7 +34,7 @@ _AROUND = 4  # methods that the curve goes through
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("records", type=Path, nargs="+", metavar="RECORD", help="of `lowrank-kv compare`")
+    parser.add_argument("records", type=path_of, nargs="+", metavar="RECORD", help="of `lowrank-kv compare`")
     parser.add_argument("--method", required=True, help="its name in a record")
     parser.add_argument("--against", required=True, nargs="+", metavar="METHOD", help="names of others in the records")
     arguments = parser.parse_args(argv)

@@ -46,7 +46,9 @@ HELD_OUT_ANCHOR = "1981"
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--home", type=Path, default=paths.home(), help="directory to fill [default %(default)s]")
+    parser.add_argument(
+        "--home", type=paths.path_of, default=paths.home(), help="directory to fill [default %(default)s]"
+    )
     parser.add_argument(
         "--models",
         nargs="+",

@@ -12,12 +12,13 @@ from pathlib import Path
 
 from evaluation.report.publish import problems, publish
 from lowrank_kv.utils import cli
+from lowrank_kv.utils.paths import path_of
 
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing, and fail where something would be")
-    parser.add_argument("--root", type=Path, default=Path(), metavar="DIR", help="of the repository [default: .]")
+    parser.add_argument("--root", type=path_of, default=Path(), metavar="DIR", help="of the repository [default: .]")
     arguments = parser.parse_args(argv)
     if arguments.check:
         found = problems(arguments.root)

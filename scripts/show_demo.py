@@ -23,8 +23,10 @@ from lowrank_kv.utils.text_data import load_documents
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="the compressor")
-    parser.add_argument("--comparison", required=True, type=Path, metavar="DIR", help="output of lowrank-kv compare")
+    parser.add_argument("--checkpoint", required=True, type=paths.path_of, metavar="DIR", help="the compressor")
+    parser.add_argument(
+        "--comparison", required=True, type=paths.path_of, metavar="DIR", help="output of lowrank-kv compare"
+    )
     parser.add_argument("--text", required=True, metavar="FILE", help="whose first document begins the prompt")
     parser.add_argument("--output", required=True, type=cli.output_directory, metavar="DIR", help="of the page")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the model [default %(default)s]")

@@ -13,13 +13,16 @@ from typing import Any
 from lowrank_kv.utils import cli, run_record
 from lowrank_kv.utils.arguments import ArgumentParser
 from lowrank_kv.utils.atomic_write import write_text
+from lowrank_kv.utils.paths import path_of
 
 from .build import page
 
 
 def main(argv: list[str]) -> None:
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("records", nargs="+", metavar="RECORD", help="a run record, as `quality/RUN.json`")
+    parser.add_argument(
+        "records", type=path_of, nargs="+", metavar="RECORD", help="a run record, as `quality/RUN.json`"
+    )
     parser.add_argument(
         "--output", type=cli.output_file, default=Path("report.html"), metavar="FILE", help="[default: %(default)s]"
     )

@@ -5,6 +5,7 @@ Shapes: C = G·D joint width.
 
 import dataclasses
 import hashlib
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from lowrank_kv.hf.rope import POSITION_BYTES, RopeHistory
 from lowrank_kv.hf.self_check import check_by_itself
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError, nearest
+from lowrank_kv.utils.paths import path_of
+from lowrank_kv.utils.values import check_type, unboxed, whole_number
 
 # Moments that a calibration may have or not.
 GRADIENTS = {KEY: "key_gradient", VALUE: "value_gradient"}
@@ -101,6 +104,7 @@ class Calibration:
         :func:`lowrank_kv.calibration.read_moments.read_moments`.
         """
         _check_blocks(blocks_NT)
+        joint_layers = whole_number("joint_layers", joint_layers)
         require(joint_layers >= 0, "joint_layers", joint_layers, "zero or positive")
         if self_check:
             check_by_itself(model)
@@ -135,8 +139,8 @@ class Calibration:
             UserError: it is neither, or the directory holds none.
         """
         what = "a calibration, or the directory to which `lowrank-kv calibrate` wrote one"
-        require(isinstance(bases, str | Path | Calibration), "bases", type(bases).__name__, what)
-        return bases if isinstance(bases, Calibration) else cls.load(Path(bases).expanduser())
+        check_type("bases", bases, str | os.PathLike | Calibration, what)
+        return bases if isinstance(bases, Calibration) else cls.load(bases)
 
     @classmethod
     def of_reads(
@@ -180,7 +184,8 @@ class Calibration:
         for key in record:
             if key not in RECORD:
                 raise UserError(f"`{key}` is nothing that a calibration records; {nearest(key, list(RECORD))}")
-        require(isinstance(model, str), "model", model, "a name")
+        directory, record = path_of(directory, "directory"), {key: unboxed(value) for key, value in record.items()}
+        check_type("model", model, str, "a name")
         for key, kind in RECORD.items():
             value = {"text": text, **record}.get(key)
             require(isinstance(value, kind), key, value, f"of type {kind}")
@@ -208,7 +213,7 @@ class Calibration:
     @staticmethod
     def is_in(directory: str | Path) -> bool:
         """Whether :meth:`save` wrote to this directory."""
-        return (Path(directory).expanduser() / MOMENTS).is_file()
+        return (path_of(directory, "directory") / MOMENTS).is_file()
 
     @classmethod
     def load(cls, directory: str | Path) -> "Calibration":
@@ -217,7 +222,7 @@ class Calibration:
         Raises:
             UserError: the directory is no calibration, or a damaged one.
         """
-        directory = Path(directory).expanduser()
+        directory = path_of(directory, "directory")
         config = read_config(directory)
         flat, joint_layers = read_tensors(directory, config), config.joint_layers or 0
         return cls(

@@ -23,6 +23,7 @@ from lowrank_kv.hf.geometry import KVGeometry
 from lowrank_kv.utils.atomic_write import new_directory, put_back
 from lowrank_kv.utils.config import build, check_entries, to_dict
 from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.paths import path_of
 
 MOMENTS, CONFIG = "moments.safetensors", "config.json"
 FORMAT = "lowrank-kv calibration"
@@ -106,7 +107,7 @@ def write_calibration(
 
 def read_config(directory: str | Path) -> CalibrationConfig:
     """The configuration of a calibration. Raises :class:`UserError` where the directory holds none, or a damaged one."""
-    directory = Path(directory).expanduser()
+    directory = path_of(directory, "directory")
     path = directory / CONFIG
     put_back(directory)
     for name in (CONFIG, MOMENTS):  # before anything else: a model's or a compressor's directory lacks one of them
@@ -134,7 +135,7 @@ def read_config(directory: str | Path) -> CalibrationConfig:
 
 def tensor_names(directory: str | Path) -> list[str]:
     """The names of a calibration's tensors. Raises :class:`UserError` where they cannot be read."""
-    path = Path(directory).expanduser() / MOMENTS
+    path = path_of(directory, "directory") / MOMENTS
     try:
         with safe_open(path, framework="pt") as file:
             return list(file.keys())
@@ -144,7 +145,7 @@ def tensor_names(directory: str | Path) -> list[str]:
 
 def read_tensors(directory: str | Path, config: CalibrationConfig) -> dict[str, Tensor]:
     """The tensors of a calibration. Raises :class:`UserError` where they are damaged."""
-    path = Path(directory).expanduser() / MOMENTS
+    path = path_of(directory, "directory") / MOMENTS
     try:
         data = path.read_bytes()
     except OSError as error:

@@ -210,7 +210,10 @@ def heads_of_layer(config: PreTrainedConfig, index: int) -> tuple[int, int]:
 
 
 def attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
-    """Layer index → the decoder's attention module, for every layer. Raises :class:`UserError` when none is found."""
+    """Layer index → the decoder's attention module, for every layer. Raises :class:`UserError` when none is found, or
+    the model is none."""
+    if not isinstance(model, nn.Module):
+        check_model(model)
     # Encoders of images or sounds may number their attention, too.
     decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else model
     found = {

@@ -11,6 +11,7 @@ from lowrank_kv.stores.paged import PagedStore
 from lowrank_kv.stores.quantization import IntegerQuantization
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.values import number, whole_number
 
 # Kernels rebuild keys a granule at a time; above this they gain nothing.
 _MAX_GRANULE = 64
@@ -45,6 +46,7 @@ class SharedPagePool:
         width: int,
         quantization: IntegerQuantization | None,
     ):
+        max_length, rate = whole_number("max_length", max_length), number("rate", rate)
         require(max_length >= 1, "max_length", max_length, "at least 1 token")
         require(
             quantization is None or quantization.group_size is None,

@@ -1,9 +1,9 @@
 """How many bytes a cache may take, as people say it: ``4096 B/token``, or ``2 GiB/131072 tokens``."""
 
-import dataclasses
 import math
 import re
 
+from lowrank_kv.utils.config import configuration, option, require
 from lowrank_kv.utils.errors import UserError
 
 _UNITS = {
@@ -19,7 +19,7 @@ _SIZE = r"\s*(?P<amount>\d+(\.\d*)?|\.\d+)\s*(?P<unit>[KMG]i?B|B)\s*"
 _TOKENS = r"\s*(?P<tokens>\d[\d_,]*)?\s*tokens?\s*"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@configuration
 class Budget:
     """Bytes that a cache may take.
 
@@ -28,8 +28,12 @@ class Budget:
         tokens: how many tokens these bytes are for; None where they are of each compressed token, whatever their number.
     """
 
-    nbytes: float
-    tokens: int | None = None
+    nbytes: float = option(help="of all layers' keys and values together", unit="bytes")
+    tokens: int | None = option(None, help="that these bytes are for; null where they are of each compressed token")
+
+    def __post_init__(self):
+        require(self.nbytes > 0, "nbytes", self.nbytes, "positive")
+        require(self.tokens is None or self.tokens >= 1, "tokens", self.tokens, "at least 1, or None for each token")
 
     @classmethod
     def parse(cls, text: str) -> "Budget":
@@ -58,7 +62,7 @@ def parse_size(text: str, name: str) -> int:
     Raises:
         UserError: the text says something else, or no byte.
     """
-    found = re.fullmatch(_SIZE, text, re.IGNORECASE)
+    found = re.fullmatch(_SIZE, str(text), re.IGNORECASE)
     if not found or _bytes_of(found) < 1:
         raise UserError(f"`{name}` must be a number of bytes with its unit, such as `24 GiB` or `500 MB`, got {text!r}")
     return math.floor(_bytes_of(found))

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from lowrank_kv.utils.atomic_write import check_directory
 from lowrank_kv.utils.disk_errors import explained
 from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.paths import path_of
 
 MISTAKE = 2  # status of a command that a user's mistake ended
 INTERRUPTED = 130  # of one that Ctrl-C ended, as shells have it
@@ -27,14 +28,14 @@ _FIRST_SPEAKS = 5.0
 def output_directory(text: str) -> Path:
     """A parser's type: a directory to be written when the work is done, which must not fail then."""
     try:
-        return check_directory(text)
+        return check_directory(path_of(text))
     except UserError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def output_file(text: str) -> Path:
     """The same of a file."""
-    path = Path(text)
+    path = path_of(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"`{text}` is a directory, and a file is to be written; name one within it")
     output_directory(str(path.parent))

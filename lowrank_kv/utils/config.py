@@ -10,7 +10,6 @@ import contextlib
 import copy
 import dataclasses
 import math
-import operator
 import textwrap
 import types
 import typing
@@ -23,7 +22,8 @@ import yaml
 
 from lowrank_kv.utils.arguments import ArgumentParser
 from lowrank_kv.utils.errors import UserError, nearest
-from lowrank_kv.utils.paths import expand
+from lowrank_kv.utils.paths import expand, path_of
+from lowrank_kv.utils.values import unboxed
 
 Config = TypeVar("Config")
 
@@ -90,18 +90,6 @@ def require(condition: bool, key: str, value: Any, remedy: str) -> None:
         raise _refusal(key, f"must be {remedy}; got {value!r}")
 
 
-def whole_number(key: str, value: Any) -> int:
-    """The value as an int: of Python, of numpy, or of a tensor with one element.
-
-    Raises:
-        UserError: it is none.
-    """
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise _refusal(key, f"must be a whole number; got {value!r}") from None
-
-
 def check_entries(values: Mapping[str, Any], kinds: Mapping[str, Any], source: str | Path) -> None:
     """Check what a JSON file that the project wrote must hold: key → type. What may be None may be missing.
 
@@ -163,6 +151,7 @@ def _checked(field: dataclasses.Field, value: Any, hint: Any) -> Any:
 
 def _coerce(value: Any, hint: Any, key: str) -> Any:
     hint, optional = _plain(hint)
+    value = unboxed(value)
     if value is None and optional:
         return None
     if dataclasses.is_dataclass(hint):
@@ -198,7 +187,7 @@ def _plain(hint: Any) -> tuple[Any, bool]:
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file; an unreadable or malformed one is a :class:`UserError`."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = path_of(path).read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot read the configuration `{path}`: {error.strerror}; check --config") from error
     except UnicodeDecodeError as error:

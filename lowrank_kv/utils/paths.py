@@ -6,14 +6,28 @@ import re
 from pathlib import Path
 
 from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.values import check_type
 
 HOME_VARIABLE = "LOWRANK_KV_HOME"
+
+
+def path_of(path: str | os.PathLike, name: str = "path") -> Path:
+    """A path that a user gives, a leading ``~`` replaced by the user's directory; also a parser's type.
+
+    Args:
+        name: the argument, for errors.
+
+    Raises:
+        UserError: it is no path.
+    """
+    check_type(name, path, str | os.PathLike, "a path, such as 'runs/mine'")
+    return Path(os.path.expanduser(path))
 
 
 def home() -> Path:
     """The user cache directory: ``$LOWRANK_KV_HOME``, by default ``~/.cache/lowrank-kv``."""
     # Set to nothing, as a shell clears it for one command, is not the present directory.
-    return Path(os.environ.get(HOME_VARIABLE) or "~/.cache/lowrank-kv").expanduser()
+    return path_of(os.environ.get(HOME_VARIABLE) or "~/.cache/lowrank-kv")
 
 
 def demo_model() -> Path:
@@ -23,7 +37,7 @@ def demo_model() -> Path:
 
 def name_of(source: str) -> str:
     """How results call a hub id, or a file, directory or pattern: by the last part, as the rest is this machine's own."""
-    path = Path(source).expanduser()
+    path = path_of(source)
     is_here = path.exists() or path.is_absolute() or ("://" not in source and glob.has_magic(source))
     return path.name if is_here else source
 

@@ -16,7 +16,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from lowrank_kv.utils.atomic_write import write_text
-from lowrank_kv.utils.paths import files_of, name_of
+from lowrank_kv.utils.paths import files_of, name_of, path_of
 
 if TYPE_CHECKING:  # a record is read without loading torch
     from torch import Tensor
@@ -43,7 +43,7 @@ def digest(path: str | Path) -> str:
     Raises:
         FileNotFoundError: there is nothing at `path`.
     """
-    path = Path(path).expanduser()
+    path = path_of(path)
     if not path.is_dir():
         return _file_digest(path)
     found = hashlib.sha256()
@@ -55,7 +55,7 @@ def digest(path: str | Path) -> str:
 def path_input(role: str, path: str | Path) -> dict[str, Any]:
     """A record's entry for a file or directory that was read (or written): role, name, SHA-256 and, of a checkpoint, the run
     that trained it."""
-    path = Path(path).expanduser()
+    path = path_of(path)
     return {"role": role, "name": path.resolve().name, "sha256": digest(path), "run_id": trained_by(path)}
 
 

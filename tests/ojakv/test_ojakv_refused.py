@@ -261,8 +261,8 @@ def test_a_name_or_a_model_in_the_place_of_settings_and_bases_is_named(model):
     with pytest.raises(UserError, match=r"`config` must be settings, such as OjaKVConfig.preset.*; got 'ojakv-joint'"):
         OjaKVCache.from_model(model, "ojakv-joint", bases=bases)
     config = OjaKVConfig.preset("ojakv-joint")
-    for given, told in ((None, "NoneType"), (model, "LlamaForCausalLM")):
-        with pytest.raises(UserError, match=f"`bases` must be a calibration, or the directory .*; got '{told}'"):
+    for given, told in ((None, "None"), (model, "'LlamaForCausalLM'")):
+        with pytest.raises(UserError, match=f"`bases` must be a calibration, or the directory .*; got {told}"):
             OjaKVCache.from_model(model, config, bases=given)
     for ids in (torch.ones(8, dtype=torch.int64), [[1, 2]], torch.ones(2, 8), torch.ones(0, 8, dtype=torch.int64)):
         with pytest.raises(UserError, match="`blocks_NT` must be token ids, an integer tensor"):

@@ -19,8 +19,8 @@ from lowrank_kv.hf.call_checks import StoredStates, check_shape
 from lowrank_kv.hf.compiled_ops import GraphHandle, outside_graphs
 from lowrank_kv.hf.geometry import KVGeometry
 from lowrank_kv.hf.rope import Rope, RopeHistory
-from lowrank_kv.utils.config import whole_number
 from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.values import whole_number
 
 # Up to this many new tokens (a drafted continuation) are attended without rebuilding the cache.
 MAX_DECODE_QUERIES = 16

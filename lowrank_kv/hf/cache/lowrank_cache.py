@@ -18,8 +18,9 @@ from lowrank_kv.hf.recurrent_layers import WholeCalls, check_forgets, clear, cou
 from lowrank_kv.hf.rope import RopeHistory, check_same_length
 from lowrank_kv.hf.rotary import Rotary, rotary_function
 from lowrank_kv.stores.memory_report import POSITIONS, MemoryReport
-from lowrank_kv.utils.config import require, whole_number
+from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.values import whole_number
 
 
 class LowRankCache(WholeCalls):

@@ -32,7 +32,9 @@ from lowrank_kv.hf.rope import RopeHistory
 from lowrank_kv.utils.atomic_write import write_bytes
 from lowrank_kv.utils.config import check_entries, require
 from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.paths import path_of
 from lowrank_kv.utils.provenance import DISTRIBUTION, model_input, version_of, weights_input
+from lowrank_kv.utils.values import check_type
 
 FORMAT = "lowrank-kv cache"
 _STATE = 2  # raised where an attribute of what holds tokens is renamed: files name them
@@ -75,6 +77,7 @@ def save_cache(model: PreTrainedModel, cache: LowRankCache, path: str | Path) ->
         UserError: the cache is empty, of another model or of a kind that is not saved, the model is on several devices, or
             the disk refuses.
     """
+    target = path_of(path)
     _check(model, cache, "cache")
     layer, tokens = cache.compressed_layers()[0], _tokens(cache)
     require(tokens > 0, "cache", f"{tokens} tokens", "a cache that has read some")
@@ -91,7 +94,7 @@ def save_cache(model: PreTrainedModel, cache: LowRankCache, path: str | Path) ->
     }
     header["sha256"] = _digest(header, state, writer.tensors)
     metadata = {"format": FORMAT, "header": json.dumps(header), "state": state}
-    write_bytes(Path(path).expanduser(), save(writer.tensors, metadata))
+    write_bytes(target, save(writer.tensors, metadata))
 
 
 def load_cache(model: PreTrainedModel, path: str | Path, *, empty: LowRankCache | None = None) -> LowRankCache:
@@ -114,7 +117,7 @@ def load_cache(model: PreTrainedModel, path: str | Path, *, empty: LowRankCache 
         UserError: there is no such file, or a damaged one, or one of another version of this package (of transformers, where
             some layers are its own), of another model, dtype or method, or of other bases or settings.
     """
-    path = Path(path).expanduser()
+    path = path_of(path)
     with torch.inference_mode(False), torch.no_grad():  # the text may go on outside of that mode
         header, state, tensors = _read(path)
         cache = new_default_cache(model) if empty is None else empty
@@ -167,7 +170,7 @@ def _fill(
 def _check(model: PreTrainedModel, cache: LowRankCache, name: str) -> None:
     """Raise :class:`UserError` for a cache, the argument of this name, that is not of this model or is not saved."""
     what = "a compressed cache, as a model fills behind `lowrank_kv.compress(model, …)`"
-    require(isinstance(cache, LowRankCache), name, type(cache).__name__, what)
+    check_type(name, cache, LowRankCache, what)
     if any(layer.saved is None for layer in cache.compressed_layers()):
         raise UserError(
             f"a {type(cache).__name__} is not saved; save one as `generate()` of the model fills it by itself"
