@@ -14,7 +14,7 @@ from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.values import check_type, number, whole_number
 from ojakv.basis_plan import check_arguments, make_plan, part_shape
 from ojakv.config import OjaKVConfig
-from ojakv.planned_bytes import nbytes_of_layers, token_nbytes
+from ojakv.planned_bytes import checked_itemsize, nbytes_of_layers, token_nbytes
 
 # Rates that are tried at most. Bytes of plans of bits grow evenly with the rate, and a plan takes seconds to make: there the
 # search interpolates, and ends so near below the limit. Narrow models have bytes in steps: it halves the range at times.
@@ -43,12 +43,11 @@ def plan_for_bytes(
             at any rate.
     """
     check_arguments(calibration, config)
-    share, itemsize = number("share", share), whole_number("itemsize", itemsize)
+    share, itemsize = number("share", share), checked_itemsize(itemsize)
     prompt, tokens = whole_number("prompt", prompt), whole_number("tokens", tokens)
     require(0 < share < math.inf, "share", share, "positive; 0.3 is three tenths of the bytes")
     require(tokens >= 1, "tokens", tokens, "at least 1")
     require(0 <= prompt <= tokens, "prompt", prompt, f"between 0 and `tokens` ({tokens})")
-    require(itemsize >= 1, "itemsize", itemsize, "at least 1")
     # The counts do not depend on the rate.
     sequences = planned_layers(config, len(calibration.geometry.layers), prompt=prompt, tokens=tokens)
     full = calibration.geometry.full_nbytes(tokens, itemsize)
@@ -76,8 +75,7 @@ def plan_for_budget(calibration: Calibration, config: OjaKVConfig, budget: Budge
     """
     check_arguments(calibration, config)
     check_type("budget", budget, Budget, "a budget, such as Budget.parse('4096 B/token')")
-    itemsize = whole_number("itemsize", itemsize)
-    require(itemsize >= 1, "itemsize", itemsize, "at least 1")
+    itemsize = checked_itemsize(itemsize)
     if budget.tokens is not None:
         share = budget.nbytes / calibration.geometry.full_nbytes(budget.tokens, itemsize)
         return plan_for_bytes(calibration, config, share, prompt=budget.tokens, tokens=budget.tokens, itemsize=itemsize)

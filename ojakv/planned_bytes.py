@@ -5,6 +5,7 @@ uncompressed one's.
 from lowrank_kv.hf.cache.windowed.own_directions import OwnDirections
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, eviction_parts
 from lowrank_kv.hf.cache.windowed.planned_sequence import PlannedSequence, planned_layers
+from lowrank_kv.utils.config import require
 from lowrank_kv.utils.search import last_where
 from lowrank_kv.utils.values import check_type, whole_number
 
@@ -71,6 +72,13 @@ def token_nbytes(plan: Plan, itemsize: int) -> float:
     return sum(initial.stored_parts * _row_nbytes(initial, itemsize) for kv in plan.layers.values() for initial in kv)
 
 
+def checked_itemsize(itemsize: int) -> int:
+    """Bytes of a number, as an int. Raises :class:`UserError` where it is no whole number of at least 1."""
+    itemsize = whole_number("itemsize", itemsize)
+    require(itemsize >= 1, "itemsize", itemsize, "at least 1")
+    return itemsize
+
+
 def break_even_tokens(plan: Plan, itemsize: int) -> int | None:
     """From how many tokens on one sequence, read as a prompt, takes fewer bytes than an uncompressed cache.
 
@@ -80,7 +88,7 @@ def break_even_tokens(plan: Plan, itemsize: int) -> int | None:
         UserError: `plan` is no plan, or `itemsize` no number of bytes.
     """
     check_type("plan", plan, Plan, "a plan, such as make_plan(calibration, config)")
-    itemsize = whole_number("itemsize", itemsize)
+    itemsize = checked_itemsize(itemsize)
     saved = plan.geometry.full_nbytes(1, itemsize) - token_nbytes(plan, itemsize)
     if saved <= (plan.rotation_bytes if plan.config.rotates else 0):
         return None
