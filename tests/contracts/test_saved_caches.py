@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,26 +17,27 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from saved_prefixes import random_ids, read, read_on
 
+import dynakv
 import lowrank_kv
 from lowrank_kv.hf.rotary import _of_queries_and_keys
 from ojakv import OjaKVCache, OjaKVConfig, make_plan
 
 GOES_ON = """
+import json
 import sys
 
 import torch
-from methods import METHODS, tiny_model
+from methods import tiny_model
 from saved_prefixes import random_ids, read_on
 
 import lowrank_kv
 
-directory, *names = sys.argv[1:]
-for name in names:
-    model = tiny_model()
-    [make_cache] = [method.build(model, 0.4) for method in METHODS if method.name == name]
-    cache = lowrank_kv.load_cache(model, f"{directory}/{name}.safetensors", empty=make_cache())
+torch.set_num_threads(int(sys.argv[3]))
+for name, (source, settings) in json.loads(sys.argv[2]).items():
+    model = lowrank_kv.compress(tiny_model(), source, **settings)
+    cache = lowrank_kv.load_cache(model, f"{sys.argv[1]}/{name}.safetensors")
     with torch.no_grad():
-        torch.save(read_on(model, cache, random_ids()[:, 31:]), f"{directory}/{name}.pt")
+        torch.save(read_on(model, cache, random_ids()[:, 31:]), f"{sys.argv[1]}/{name}.pt")
 """
 every_method = pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 
@@ -43,19 +45,33 @@ every_method = pytest.mark.parametrize("method", METHODS, ids=lambda method: met
 @pytest.mark.parametrize("compiled", ["1", "0"], ids=["", "without compiled code"])
 @torch.no_grad()
 def test_a_saved_cache_goes_on_in_another_process(compiled, tmp_path):
-    ids, expected = random_ids(), {}
+    """Where that process compresses its model by the same files. Another number of threads can turn vectors of joint bases."""
+    ids, expected, how = random_ids(), {}, {}
     for name in ("dynakv", "ojakv", "adaptive-mixed", "joint-mixed"):
-        model = tiny_model()
-        [make_cache] = [method.build(model, 0.4) for method in METHODS if method.name == name]
-        cache = make_cache()
-        read(model, cache, ids, 31)
+        source, settings = how[name] = _files_of(name, tmp_path / name)
+        model = lowrank_kv.compress(tiny_model(), source, **settings)
+        cache = model(ids[:, :20]).past_key_values
+        read(model, cache, ids[:, 20:], 11)
         lowrank_kv.save_cache(model, cache, tmp_path / f"{name}.safetensors")
         expected[name] = read_on(model, cache, ids[:, 31:])
     code = f"import sys; sys.path[:0] = {sys.path!r}\n{GOES_ON}"
     environment = os.environ | {"LOWRANK_KV_NATIVE": compiled}
-    subprocess.run([program(), "-c", code, str(tmp_path), *expected], check=True, env=environment)
+    arguments = [str(tmp_path), json.dumps(how), str(torch.get_num_threads())]
+    subprocess.run([program(), "-c", code, *arguments], check=True, env=environment)
     for name, logits in expected.items():
         torch.testing.assert_close(torch.load(tmp_path / f"{name}.pt"), logits, atol=1e-4, rtol=0)
+
+
+def _files_of(name: str, directory: Path) -> tuple[str, dict]:
+    """What compresses a tiny model in every process: `compress(model, source, **settings)`."""
+    [method] = [method for method in METHODS if method.name == name]
+    model = tiny_model()
+    if method.preset is None:
+        method.build(model, 0.4)
+        dynakv.save_compressor(model, directory)
+        return str(directory), {}
+    method.calibration(model, 0.4).save(directory, model="tiny", text=["random"])
+    return method.preset, {"bases": str(directory), **method.settings(0.4)}
 
 
 @every_method
