@@ -7,13 +7,14 @@
 MODEL is a hub id or a directory. TEXT.jsonl has a document a line, under the key `text`.
 
 Writes the second moments of keys, values and queries, from which the bases of every layout, rank and preset are computed.
-With `--read_gradients true` it also writes what plans of bits are made from, by `adaptive-mixed` and by training; with
-`--gradients true`, what training of gates can start from.
+With `--read_gradients true` it also writes what plans of bits are made from, by `adaptive-mixed` and by training; so it does
+with `--read_energy true`, by a forward pass alone, for a model whose backward pass does not fit. With `--gradients true` it
+writes what training of gates can start from.
 """
 
 from pathlib import Path
 
-from lowrank_kv.calibration.calibration import JOINT_LAYERS, Calibration
+from lowrank_kv.calibration.calibration import JOINT_LAYERS, Calibration, check_read
 from lowrank_kv.calibration.calibration_files import MOMENTS
 from lowrank_kv.hf.loading import (
     AUTO,
@@ -52,10 +53,15 @@ class CalibrateConfig(CalibrationText):
         help="also take the gradients of what later tokens read of a compressed cache, for the `mixed` presets and for "
         "training plans of bits",
     )
+    read_energy: bool = option(
+        False,
+        help="in place of `read_gradients`, for a model whose backward pass does not fit: coefficients get bits by their "
+        "energy, which needs more of them",
+    )
     joint_layers: int = option(
         JOINT_LAYERS,
-        help="with `read_gradients`: for how many consecutive layers whose keys and values are coded together, as by "
-        "`joint-mixed`; the file grows with it; 0 leaves that out",
+        help="with `read_gradients` or `read_energy`: for how many consecutive layers whose keys and values are coded "
+        "together, as by `joint-mixed`; the file grows with it; 0 leaves that out",
         unit="layers",
     )
     self_check: bool = option(
@@ -65,10 +71,18 @@ class CalibrateConfig(CalibrationText):
     def __post_init__(self):
         super().__post_init__()
         require(self.joint_layers >= 0, "joint_layers", self.joint_layers, "zero or positive")
-        is_used = self.read_gradients or self.joint_layers == JOINT_LAYERS
+        check_read(self.read_gradients, self.read_energy)
         require(
-            is_used, "joint_layers", self.joint_layers, "left out without `read_gradients`, where it changes nothing"
+            self.is_read or self.joint_layers == JOINT_LAYERS,
+            "joint_layers",
+            self.joint_layers,
+            "left out without `read_gradients` or `read_energy`, where it changes nothing",
         )
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the calibration is to say what is read of a compressed cache."""
+        return self.read_gradients or self.read_energy
 
 
 def main(argv: list[str]) -> None:
@@ -85,12 +99,13 @@ def main(argv: list[str]) -> None:
         blocks_NT,
         gradients=config.gradients,
         read_gradients=config.read_gradients,
+        read_energy=config.read_energy,
         joint_layers=config.joint_layers,
         self_check=config.self_check,
     )
     digest = calibration.save(config.output, model=name_of(config.model), **config.record())
     print(f"{config.output}: {calibration.geometry.describe()}, {blocks_NT.numel():,} tokens, SHA-256 {digest[:16]}…")
-    if not config.read_gradients:
+    if not config.is_read:
         kept = OjaKVConfig.preset(PRESET_WITHOUT_READ).rate
         print(
             f"without `--read_gradients true` these bases serve `{PRESET_WITHOUT_READ}`, at {kept:.0%} of the coefficients, "

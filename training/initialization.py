@@ -105,10 +105,11 @@ def initialize(engine: Engine, stream: TrainingBlocks) -> float | None:
     return engine.broadcast_value(price * (config.loss.cross_entropy + config.loss.distillation))
 
 
-def _start_from(model: PreTrainedModel, coded: CodedModel, rate: float) -> float:
-    """Initialize from a plan of bits; returns the α at which a byte more adds as much to α R² as it takes from the loss."""
+def _start_from(model: PreTrainedModel, coded: CodedModel, rate: float) -> float | None:
+    """Initialize from a plan of bits; returns the α at which a byte more adds as much to α R² as it takes from the loss.
+    None where energy stands for the loss."""
     dynakv.initialize_from_coders(model, coded.layers)
-    return coded.loss_per_rate / (2 * rate)
+    return None if coded.loss_per_rate is None else coded.loss_per_rate / (2 * rate)
 
 
 def _moments(engine: Engine, stream: TrainingBlocks, *, gradients: bool) -> tuple[Moments, Moments | None]:

@@ -6,16 +6,18 @@ components are those of one layer's keys, and of its values, or of keys and valu
 not of all layers', and not centred; codes are Lloyd–Max levels, not integers;
 the budget is spent exactly on the lower convex hull of ε, which the paper's dynamic program need not be on; and there is no
 DEFLATE, since attention reads the rows where they lie (:func:`deflated_share` says what it would save).
+
+Shapes: C width of a row, P parts of it, each a layer's keys or its values, W width of a part.
 """
 
 import dataclasses
 import zlib
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from lowrank_kv.calibration.calibration import Calibration
+from lowrank_kv.calibration.energy_weights import relative_weights
 from lowrank_kv.stores.memory_report import COEFFICIENTS
 from ojakv import OjaKVCache, OjaKVConfig, make_plan
 
@@ -62,24 +64,16 @@ def by_energy(calibration: Calibration, *, is_relative: bool = False) -> Calibra
     read = {
         index: {
             side: dataclasses.replace(
-                states, gradient_CC=_weights(states.state_CC, width if is_relative else None).diag()
+                states,
+                gradient_CC=relative_weights(states.state_CC, width).diag()
+                if is_relative
+                else torch.eye(len(states.state_CC)),
             )
             for side, states in sides.items()
         }
         for index, sides in calibration.read_states().items()
     }
-    return dataclasses.replace(calibration, read=read)
-
-
-def _weights(state_CC: Tensor, width: int | None) -> Tensor:
-    """(C,): what the squared error of each number counts; one over the energy of the `width` numbers that are a layer's
-    keys, or its values, among those of a row of several; 1 for all where `width` is None."""
-    energy_C = state_CC.diagonal()
-    if width is None:
-        return torch.ones_like(energy_C)
-    energy_PW = energy_C.unflatten(0, (-1, width))
-    least = torch.finfo(torch.float32).tiny
-    return energy_PW.sum(1, keepdim=True).clamp(min=least).reciprocal().expand_as(energy_PW).flatten()
+    return dataclasses.replace(calibration, read=read, by_energy=True)
 
 
 def deflated_share(cache: OjaKVCache) -> float:

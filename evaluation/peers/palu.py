@@ -86,7 +86,16 @@ def palu_maker(
 
 
 def fisher_scores(model: PreTrainedModel, calibration: Calibration) -> list[float]:
-    """The root of the Fisher information of each projection's weights, of keys and values layer by layer."""
+    """The root of the Fisher information of each projection's weights, of keys and values layer by layer.
+
+    Raises:
+        UserError: the calibration has no gradients.
+    """
+    if calibration.by_energy:
+        raise UserError(
+            f"{calibration.origin} was made with `read_energy`, and Palu's ranks are by gradients; make it anew with "
+            "`read_gradients: true`"
+        )
     read, modules = calibration.read_states(), attention_modules(model)
     scores = []
     for index in calibration.geometry.layers:

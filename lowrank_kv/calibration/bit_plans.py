@@ -1,4 +1,4 @@
-"""From what is read of a cache to its coder: loss-weighted bases, a width for each coefficient, codebooks.
+"""From what is read of a cache to its coder: bases weighted by the loss, or by energy, widths of coefficients, codebooks.
 
 One coder of which rank reduction (0 or 16 bits), integers of one width and everything between are special cases.
 
@@ -61,11 +61,12 @@ class CodedModel:
     Attributes:
         layers: layer index → ``key``, ``value`` → its coder; or the last of layers that are coded together → ``key_value``.
         loss_per_rate: by how much a mean token's loss, in nats, would fall for one more unit of the rate, were the estimate
-            right: half of what coefficients are asked (a second-order loss with the Fisher information as curvature).
+            right: half of what coefficients are asked (a second-order loss with the Fisher information as curvature). None
+            where energy stands for the gradients.
     """
 
     layers: dict[int, dict[str, CodedBasis]]
-    loss_per_rate: float
+    loss_per_rate: float | None
 
 
 def coded_bases(
@@ -150,11 +151,13 @@ def coded_model(
     for _ in range(_ROUNDS):
         levels, distortions = _fitted(units, widths)
         widths = allocated(distortions)
-    saved_by_a_bit = next_saving(importances, {**distortions, UNCODED: _BFLOAT16}, widths)
     plans = iter([BitPlan([bits for bits in row if bits], levels) for row in widths])
     found: dict[int, dict[str, CodedBasis]] = {index: {} for index in read}
     for (index, name), side in zip(names, sides, strict=True):
         found[index][name] = side.coded([next(plans) for _ in side.shares])
+    if calibration.by_energy:
+        return CodedModel(layers=found, loss_per_rate=None)
+    saved_by_a_bit = next_saving(importances, {**distortions, UNCODED: _BFLOAT16}, widths)
     return CodedModel(layers=found, loss_per_rate=saved_by_a_bit / 2 * 8 * uncompressed)
 
 

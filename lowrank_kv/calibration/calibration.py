@@ -51,6 +51,7 @@ class Calibration:
         joint_layers: how many layers are coded together; 0 where `read` says nothing of that.
         exact_tokens: those that a cache keeps at full rank beside what `read` says; None where there is no `read`, and of
             older calibrations.
+        by_energy: energy stands in `read` for the loss's gradients.
         origin: where it came from, for errors.
         model: name of the model it was made on, if known.
         weights: marks of that model's weights (:func:`lowrank_kv.calibration.weight_marks.weight_marks`); older calibrations
@@ -67,6 +68,7 @@ class Calibration:
     read: dict[int, dict[str, ReadStates]] | None = None
     joint_layers: int = 0
     exact_tokens: ExactTokens | None = None
+    by_energy: bool = False
     origin: str = "the calibration"
     model: str | None = None
     weights: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -83,6 +85,7 @@ class Calibration:
         *,
         gradients: bool = False,
         read_gradients: bool = False,
+        read_energy: bool = False,
         joint_layers: int = JOINT_LAYERS,
         progress: bool = True,
         self_check: bool = True,
@@ -92,12 +95,13 @@ class Calibration:
         Args:
             gradients: also take the loss's gradients, from which training can start; costs a backward pass.
             read_gradients: also take what is read of a compressed cache, from which plans of bits are made; costs another.
-            joint_layers: with `read_gradients`: for how many layers whose keys and values are coded together; 0 for none.
+            read_energy: the same of a model whose backward pass does not fit: energy stands for the gradients.
+            joint_layers: with one of these two: for how many layers whose keys and values are coded together; 0 for none.
             self_check: first compare the model with a full-rank compressed cache to the model by itself, once for each
                 model; see :func:`lowrank_kv.hf.self_check.check_by_itself`.
 
         Raises:
-            UserError: `blocks_NT` are no token ids, or the model is refused.
+            UserError: `blocks_NT` are no token ids, the model is refused, or what is read is to be weighed in two ways.
 
         See :func:`lowrank_kv.calibration.activation_moments.calibrate`,
         :func:`lowrank_kv.calibration.gradient_moments.gradient_moments` and
@@ -106,14 +110,16 @@ class Calibration:
         _check_blocks(blocks_NT)
         joint_layers = whole_number("joint_layers", joint_layers)
         require(joint_layers >= 0, "joint_layers", joint_layers, "zero or positive")
+        check_read(read_gradients, read_energy)
         if self_check:
             check_by_itself(model)
         # First, so that a model without gradients is refused before the other pass.
         taken = gradient_moments(model, blocks_NT, progress=progress) if gradients else {}
-        read_states, exact_tokens = None, ExactTokens() if read_gradients else None
-        if read_gradients:
+        is_read = read_gradients or read_energy
+        read_states, exact_tokens = None, ExactTokens() if is_read else None
+        if is_read:
             settings = {"exact_tokens": exact_tokens, "joint_layers": joint_layers, "progress": progress}
-            read_states = read_states_of(read_moments(model, blocks_NT, **settings))
+            read_states = read_states_of(read_moments(model, blocks_NT, by_energy=read_energy, **settings))
         found = calibrate(model, blocks_NT, sides=SIDES, progress=progress)
         for index, sides in taken.items():
             found[index] |= {GRADIENTS[side]: moment for side, moment in sides.items()}
@@ -123,8 +129,9 @@ class Calibration:
             geometry=geometry_of(model),
             moments=moments,
             read=read_states,
-            joint_layers=joint_layers if read_gradients else 0,
+            joint_layers=joint_layers if is_read else 0,
             exact_tokens=exact_tokens,
+            by_energy=read_energy,
             weights=weight_marks(model),
             tokens=blocks_NT.numel(),
             tokens_sha256=hashlib.sha256(blocks_NT.cpu().numpy().tobytes()).hexdigest(),
@@ -207,6 +214,7 @@ class Calibration:
             weights=self.weights,
             joint_layers=self.joint_layers,
             exact_tokens=self.exact_tokens,
+            by_energy=self.by_energy,
             record={"text": text, **record, "tokens": self.tokens, "tokens_sha256": self.tokens_sha256},
         )
 
@@ -231,6 +239,7 @@ class Calibration:
             read=read_from(flat, config.geometry, joint_layers, directory / MOMENTS),
             joint_layers=joint_layers,
             exact_tokens=config.exact_tokens,
+            by_energy=config.by_energy,
             origin=f"the calibration `{directory}`",
             model=config.model,
             weights=config.weights,
@@ -267,7 +276,8 @@ class Calibration:
         """
         if self.read is None:
             raise UserError(
-                f"{self.origin} does not say what is read of a compressed cache; make it anew with `read_gradients: true`"
+                f"{self.origin} does not say what is read of a compressed cache; make it anew with `read_gradients: true`, "
+                f"or with `read_energy: true` where the model's backward pass does not fit"
             )
         return self.read
 
@@ -324,6 +334,16 @@ def _unflattened(flat: dict[str, Tensor], geometry: KVGeometry, path: Path) -> d
         }
         for index in geometry.layers
     }
+
+
+def check_read(read_gradients: bool, read_energy: bool) -> None:
+    """Raise :class:`UserError` where what is read of a cache is to be weighed in two ways."""
+    require(
+        not (read_gradients and read_energy),
+        "read_energy",
+        read_energy,
+        "left out beside `read_gradients`, which weighs what is read by the loss itself",
+    )
 
 
 def _check_blocks(blocks_NT: Tensor) -> None:

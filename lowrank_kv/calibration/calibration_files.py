@@ -34,6 +34,7 @@ _ENTRIES = {
     "sha256": str,
     "joint_layers": int | None,
     "exact_tokens": dict | None,
+    "by_energy": bool | None,
 }
 # What says which text was read, beside its tokens.
 RECORD = {
@@ -59,6 +60,7 @@ class CalibrationConfig:
         joint_layers: how many layers are coded together; None of a calibration that was made before any were.
         exact_tokens: those that what is read of a compressed cache was taken beside; None where nothing was, and of older
             calibrations.
+        by_energy: energy stands for the loss's gradients in what is read of a compressed cache.
         record: what says which text was read, of :data:`RECORD`; older calibrations say less.
         sha256: of the moments' file.
     """
@@ -68,6 +70,7 @@ class CalibrationConfig:
     weights: dict[str, str]
     joint_layers: int | None
     exact_tokens: ExactTokens | None
+    by_energy: bool
     record: dict[str, Any]
     sha256: str
 
@@ -81,6 +84,7 @@ def write_calibration(
     weights: dict[str, str],
     joint_layers: int,
     exact_tokens: ExactTokens | None,
+    by_energy: bool,
     record: dict[str, Any],
 ) -> str:
     """Write the directory, whole or not at all, and return the hash; an earlier calibration there is replaced.
@@ -97,6 +101,7 @@ def write_calibration(
         **record,
         "joint_layers": joint_layers,
         "exact_tokens": None if exact_tokens is None else to_dict(exact_tokens),
+        "by_energy": by_energy,
         "sha256": hashlib.sha256(data).hexdigest(),
     }
     with new_directory(directory, MOMENTS) as partial:
@@ -128,6 +133,7 @@ def read_config(directory: str | Path) -> CalibrationConfig:
         weights=values.get("weights") or {},
         joint_layers=values.get("joint_layers"),
         exact_tokens=None if exact_tokens is None else build(ExactTokens, exact_tokens, source=str(path)),
+        by_energy=bool(values.get("by_energy")),
         record={key: values[key] for key in RECORD if key in values},
         sha256=values["sha256"],
     )

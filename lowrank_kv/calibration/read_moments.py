@@ -3,12 +3,17 @@
 A token's nearest successors see it at full rank (:class:`lowrank_kv.hf.exact_tokens.ExactTokens`), and they are the ones
 that look at it most. Their share of the gradient says nothing about what its compressed form is needed for: it is left out.
 
+Where a backward pass does not fit, energy stands for the gradients. The loss is then taken to be the squared error of what
+is rebuilt, over the energy of each layer's keys, and of its values.
+
 Shapes: B batch, T tokens, N sampled rows, C width: the joint width G·D of keys, and of values; the sum of those that are
 coded together.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -22,7 +27,9 @@ from lowrank_kv.calibration.activation_moments import (
     add_rows,
     check_uncompressed,
     empty_moments,
+    observe,
 )
+from lowrank_kv.calibration.energy_weights import relative_weights
 from lowrank_kv.calibration.gradient_moments import gradients_of_loss, probes_of
 from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.hf.geometry import layer_groups
@@ -32,6 +39,8 @@ from lowrank_kv.utils.progress import progress_bar
 
 # About how many rows of each layer's keys, and of its values, are kept with their gradients to fit a gate to.
 SAMPLED_ROWS = 12_288
+# (layer index, `key` or `value`, states, gradients with regard to them or None), (1, T, C) each, of all layers.
+_Rows = list[tuple[int, str, Tensor, Tensor | None]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,14 +49,16 @@ class ReadMoments:
 
     Attributes:
         state: second moment of the tokens that some later one reads compressed.
-        gradient: second moment of ∂(Σ CE)/∂x̃ with regard to their compressed forms x̃, which here equal x.
-        sample_NC, sample_gradient_NC: some of these rows, evenly spread over the text, and their gradients; bf16.
+        gradient: second moment of ∂(Σ CE)/∂x̃ with regard to their compressed forms x̃, which here equal x; or what the
+            squared error of each number counts, on the diagonal.
+        sample_NC, sample_gradient_NC: some of these rows, evenly spread over the text, and their gradients; bf16. None for
+            the gradients where energy stands for them.
     """
 
     state: SecondMoment
     gradient: SecondMoment
     sample_NC: Tensor
-    sample_gradient_NC: Tensor
+    sample_gradient_NC: Tensor | None
 
 
 def read_moments(
@@ -56,19 +67,21 @@ def read_moments(
     *,
     joint_layers: int,
     exact_tokens: ExactTokens | None = None,
+    by_energy: bool = False,
     progress: bool = True,
 ) -> dict[int, dict[str, ReadMoments]]:
     """Layer index → ``key``, ``value`` → what is read of that layer; and of the last of so many layers that are coded
     together ``key_value``, what is read of all of them.
 
     One backward pass a block through the model in eval mode, whose attention is over twice as many keys; it keeps the
-    activations of one block. Parameters get no gradients.
+    activations of one block. Parameters get no gradients. By energy it is a forward pass that keeps none.
 
     Args:
-        model: an uncompressed model that attends with sdpa or eager attention, any floating dtype.
+        model: an uncompressed model, any floating dtype; for gradients it attends with sdpa or eager attention.
         blocks_NT: token ids.
         joint_layers: how many consecutive layers are coded together; 0 for none.
         exact_tokens: which tokens are seen exactly; by default as an OjaKV cache keeps them.
+        by_energy: take no gradients; energy stands for them.
 
     Raises:
         UserError: the model has compressors or attends otherwise, blocks are too short, inference mode is on, or states
@@ -88,49 +101,77 @@ def read_moments(
     groups = layer_groups(list(states), joint_layers)
     together = {group[-1]: [_empty_moment(states, group) for _ in range(2)] for group in groups}
     stride = max(1, len(blocks_NT) * rows_of_block // SAMPLED_ROWS)
-    samples: dict[tuple[int, str], list[tuple[Tensor, Tensor]]] = {
+    samples: dict[tuple[int, str], list[tuple[Tensor, ...]]] = {
         (index, side): [] for index in states for side in (KEY, VALUE)
     }
+    what = "read" if by_energy else "read gradients"
     with (
         evaluating(model),
-        probes_of(model, exact_tokens) as probes,
-        torch.enable_grad(),
-        progress_bar(total=blocks_NT.numel(), unit="tok", desc="read gradients", disable=not progress) as bar,
+        _rows_of(model, exact_tokens, by_energy) as rows_of,
+        progress_bar(total=blocks_NT.numel(), unit="tok", desc=what, disable=not progress) as bar,
     ):
         for number, block_T in enumerate(blocks_NT):
-            found = gradients_of_loss(model, probes, block_T)
+            found = rows_of(block_T)
             for index, side, state_1TC, _ in found:  # before any gradient: it says first what is not finite
                 add_rows(states[index][side], state_1TC[0, read], f"layer {index}, {side}")
             first = -number * rows_of_block % stride
-            for index, side, state_1TC, gradient_1TC in found:
-                add_rows(gradients[index][side], gradient_1TC[0, read], f"gradients of layer {index}, {side}")
-                pair = (each_1TC[0, read][first::stride] for each_1TC in (state_1TC, gradient_1TC))
-                samples[index, side].append(tuple(each_NC.bfloat16().cpu() for each_NC in pair))
+            for index, side, *pair in found:
+                if not by_energy:
+                    add_rows(gradients[index][side], pair[1][0, read], f"gradients of layer {index}, {side}")
+                rows = (each_1TC[0, read][first::stride] for each_1TC in pair if each_1TC is not None)
+                samples[index, side].append(tuple(each_NC.bfloat16().cpu() for each_NC in rows))
             for group in groups:
                 of_group = [pair for index, _, *pair in found if index in group]
                 for moment, parts in zip(together[group[-1]], zip(*of_group, strict=True), strict=True):
-                    rows = [each_1TC[0, read].to(moment.sum_CC.device) for each_1TC in parts]
-                    moment.update(torch.cat(rows, dim=1))
+                    if parts[0] is not None:
+                        rows = [each_1TC[0, read].to(moment.sum_CC.device) for each_1TC in parts]
+                        moment.update(torch.cat(rows, dim=1))
             bar.update(block_T.numel())
     moments: dict[int, dict[str, ReadMoments]] = {index: {} for index in states}
     for (index, side), pairs in samples.items():
-        row_NC, gradient_NC = (torch.cat(each) for each in zip(*pairs, strict=True))
+        row_NC, *gradient_NC = (torch.cat(each) for each in zip(*pairs, strict=True))
+        state = states[index][side]
         moments[index][side] = ReadMoments(
-            state=states[index][side],
-            gradient=gradients[index][side],
+            state=state,
+            gradient=_energy_of(state, len(state.sum_CC)) if by_energy else gradients[index][side],
             sample_NC=row_NC,
-            sample_gradient_NC=gradient_NC,
+            sample_gradient_NC=None if by_energy else gradient_NC[0],
         )
     for group in groups:
         state, gradient = together[group[-1]]
         parts = [moments[index][side] for index in group for side in (KEY, VALUE)]
         moments[group[-1]][KEY_VALUE] = ReadMoments(
             state=state,
-            gradient=gradient,
+            gradient=_energy_of(state, len(parts[0].state.sum_CC)) if by_energy else gradient,
             sample_NC=torch.cat([each.sample_NC for each in parts], dim=1),
-            sample_gradient_NC=torch.cat([each.sample_gradient_NC for each in parts], dim=1),
+            sample_gradient_NC=None if by_energy else torch.cat([each.sample_gradient_NC for each in parts], dim=1),
         )
     return moments
+
+
+@contextlib.contextmanager
+def _rows_of(model: PreTrainedModel, exact_tokens: ExactTokens, by_energy: bool) -> Iterator[Callable[[Tensor], _Rows]]:
+    """A function from a block of token ids, (T,), to the states of all layers and, unless by energy, their gradients."""
+    if by_energy:
+        yield functools.partial(_states_of, model)
+        return
+    with probes_of(model, exact_tokens) as probes, torch.enable_grad():
+        yield functools.partial(gradients_of_loss, model, probes)
+
+
+def _states_of(model: PreTrainedModel, block_T: Tensor) -> _Rows:
+    found: _Rows = []
+
+    def keep(index: int, side: str, rows_TC: Tensor) -> None:
+        found.append((index, side, rows_TC[None], None))
+
+    observe(model, block_T[None], keep, sides=(KEY, VALUE), progress=False)
+    return found
+
+
+def _energy_of(state: SecondMoment, width: int) -> SecondMoment:
+    """What stands for the gradients' moment of rows whose parts, each a layer's keys or its values, have so many numbers."""
+    return SecondMoment.from_mean(relative_weights(state.mean(), width).diag())
 
 
 def _empty_moment(states: dict[int, dict[str, SecondMoment]], group: Sequence[int]) -> SecondMoment:

@@ -73,7 +73,7 @@ def tensors_of(read: dict[int, dict[str, ReadStates]]) -> dict[str, Tensor]:
     for index, sides in read.items():
         for side, each in sides.items():
             gate, fit = each.fit.gate, each.fit
-            weights = torch.cat([gate.linear_C, gate.square_C, gate.rest_3, torch.tensor([float(gate.leading)])])
+            weights = torch.cat([gate.linear_C, gate.square_C, gate.rest_3, gate.linear_C.new_tensor([gate.leading])])
             found = {"gate": weights, "costs": torch.stack([fit.score_N, fit.cost_N])}
             if side == KEY_VALUE:
                 found |= {"state": _half(each.state_CC), "gradient": _half(each.gradient_CC)}
@@ -136,13 +136,13 @@ def _name(index: int, side: str, field: str) -> str:
 
 def _half(moment_CC: Tensor) -> Tensor:
     """The numbers of a symmetric matrix on its diagonal and above, row after row."""
-    return moment_CC[tuple(torch.triu_indices(*moment_CC.shape))].contiguous()
+    return moment_CC[tuple(torch.triu_indices(*moment_CC.shape, device=moment_CC.device))].contiguous()
 
 
 def _whole(half_X: Tensor, width: int) -> Tensor:
     """The matrix that :func:`_half` was taken of."""
     moment_CC = half_X.new_zeros(width, width)
-    row_X, column_X = torch.triu_indices(width, width)
+    row_X, column_X = torch.triu_indices(width, width, device=half_X.device)
     moment_CC[row_X, column_X] = half_X
     moment_CC[column_X, row_X] = half_X
     return moment_CC

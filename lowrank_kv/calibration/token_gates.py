@@ -63,21 +63,25 @@ class TokenClasses:
     weights: list[float]
 
 
-def fit_gates(spectra: list[Spectrum], rows: list[Tensor], gradients: list[Tensor]) -> list[GateFit]:
+def fit_gates(spectra: list[Spectrum], rows: list[Tensor], gradients: list[Tensor | None]) -> list[GateFit]:
     """A gate for the keys, or values, of each layer.
 
     Args:
         spectra: of all of them.
         rows, gradients: sampled states of each, and the loss's gradients with regard to them; (N, C), any floating dtype.
+            None for the gradients where the loss answers to all tokens alike: a token then costs by its size.
     """
     # Of all coefficients half are kept, about as at a tenth of the bytes.
     level = float(torch.cat([spectrum.importance_C for spectrum in spectra]).median())
     return [_fit(*each, level) for each in zip(spectra, rows, gradients, strict=True)]
 
 
-def _fit(spectrum: Spectrum, row_NC: Tensor, gradient_NC: Tensor, level: float) -> GateFit:
+def _fit(spectrum: Spectrum, row_NC: Tensor, gradient_NC: Tensor | None, level: float) -> GateFit:
     coef_NC = row_NC.float() @ spectrum.encoder_CC
-    coef_gradient_NC = gradient_NC.float() @ spectrum.decoder_CC.T
+    if gradient_NC is None:
+        coef_gradient_NC = spectrum.importance_C.sqrt().expand_as(coef_NC)
+    else:
+        coef_gradient_NC = gradient_NC.float() @ spectrum.decoder_CC.T
     cost_N = token_costs(coef_NC, coef_gradient_NC, spectrum.importance_C, level)
     leading = max(1, int((spectrum.importance_C > level).sum()))
     gate = fit_gate(coef_NC, cost_N, leading=leading)
