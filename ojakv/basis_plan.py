@@ -16,6 +16,7 @@ from lowrank_kv.bases.rank_allocation import energy_rank, uniform_ranks, waterfi
 from lowrank_kv.calibration.activation_moments import KEY, KEY_VALUE, QUERY, ROTATED_KEY, VALUE
 from lowrank_kv.calibration.bit_plans import CodedBasis, coded_bases
 from lowrank_kv.calibration.calibration import Calibration
+from lowrank_kv.calibration.spectrum import Spectrum
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, by_columns
 from lowrank_kv.hf.geometry import KVGeometry, layer_groups
 from lowrank_kv.hf.rope import POSITION_BYTES
@@ -23,15 +24,22 @@ from lowrank_kv.stores.quantization import IntegerQuantization
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.torch_defaults import fp32_on_cpu
 from lowrank_kv.utils.values import check_type
-from ojakv.config import OjaKVConfig
+from ojakv.config import LOSS, OjaKVConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class _Spectrum:
     vectors_PWW: Tensor
-    ranking_PW: Tensor  # energies by which ranks are chosen
-    weight: float  # how much a lost share of these counts
+    ranking_PW: Tensor  # by which ranks are chosen: energies, or what the loss asks
+    weight: float | None  # how much a lost share of these counts; None where they are counted as they are
     energy_PW: Tensor  # energies of the states themselves
+    decoder_PWW: Tensor | None = None  # where vectors are not orthonormal
+
+    def shares(self) -> Tensor:
+        """What leaving out each coefficient costs, to be compared between keys, values and layers, (W,)."""
+        if self.weight is None:
+            return self.ranking_PW.mean(dim=0)
+        return self.weight * _unit_rows(self.ranking_PW).mean(dim=0)
 
 
 @fp32_on_cpu()
@@ -44,7 +52,7 @@ def make_plan(calibration: Calibration, config: OjaKVConfig) -> Plan:
 
     Raises:
         UserError: coefficients are to be held as integers, and the calibration read too few tokens to know their scale; or
-            in mixed widths, and it does not say what is read of a cache; or one of the two is none.
+            in mixed widths or weighed by the loss, and it does not say what is read of a cache; or one of the two is none.
     """
     check_arguments(calibration, config)
     geometry = calibration.geometry
@@ -58,7 +66,8 @@ def make_plan(calibration: Calibration, config: OjaKVConfig) -> Plan:
             f"`cache_dtype: {config.cache_dtype}` divides by; "
             f"calibrate on at least {2 * widest}, or better ten times as many"
         )
-    spectra = [spectrum for index in geometry.layers for spectrum in _spectra(calibration, index, config)]
+    spectra_of = _spectra_by_loss if config.weigh_by == LOSS else _spectra
+    spectra = [spectrum for index in geometry.layers for spectrum in spectra_of(calibration, index, config)]
     return _plan(spectra, geometry, config, calibration.rotation_bytes)
 
 
@@ -78,7 +87,9 @@ def plan_of_shapes(geometry: KVGeometry, config: OjaKVConfig, *, rotation_bytes:
     """
     parts, width = part_shape(geometry, config)
     energy_PW = torch.empty(parts, width, device="meta")
-    any_spectrum = _Spectrum(torch.empty(parts, width, width, device="meta"), energy_PW, 1.0, energy_PW)
+    vectors_PWW = torch.empty(parts, width, width, device="meta")
+    decoder_PWW = vectors_PWW if config.weigh_by == LOSS else None
+    any_spectrum = _Spectrum(vectors_PWW, energy_PW, 1.0, energy_PW, decoder_PWW)
     return _plan([any_spectrum] * (2 * len(geometry.layers)), geometry, config, rotation_bytes)
 
 
@@ -138,6 +149,27 @@ def _spectra(calibration: Calibration, index: int, config: OjaKVConfig) -> list[
     return spectra
 
 
+def _spectra_by_loss(calibration: Calibration, index: int, config: OjaKVConfig) -> list[_Spectrum]:
+    """The same of what later tokens read of a compressed cache, and of how the loss answers to it."""
+    if calibration.by_energy:
+        raise UserError(
+            f"{calibration.origin} was made with `read_energy` and knows no loss; leave `weigh_by` out, or make it anew "
+            f"with `read_gradients: true`"
+        )
+    heads, spectra = calibration.geometry.num_kv_heads, []
+    for side in (KEY, VALUE):
+        read = calibration.read_states()[index][side]
+        parts = (parts_of(m_CC, layout=config.layout, num_heads=heads) for m_CC in (read.state_CC, read.gradient_CC))
+        of_parts = [Spectrum.of_states(state_WW, gradient_WW) for state_WW, gradient_WW in zip(*parts, strict=True)]
+        encoder_PWW, decoder_PWW, importance_PW = (
+            torch.stack([getattr(each, name) for each in of_parts])
+            for name in ("encoder_CC", "decoder_CC", "importance_C")
+        )
+        unit_PW = torch.ones_like(importance_PW)  # coefficients have mean square 1
+        spectra.append(_Spectrum(encoder_PWW, importance_PW, None, unit_PW, decoder_PWW))
+    return spectra
+
+
 def _unit(moment_PWW: Tensor) -> Tensor:
     """The moment scaled to a trace of 1 in each part; zero where all states of a part are zero."""
     return moment_PWW / _positive(moment_PWW.diagonal(dim1=1, dim2=2).sum(dim=1)[:, None, None])
@@ -148,8 +180,7 @@ def _ranks(spectra: list[_Spectrum], config: OjaKVConfig) -> list[int]:
     if config.ranks == "fraction":
         return uniform_ranks([spectrum.ranking_PW.shape[1] for spectrum in spectra], config.rate, config.rank_multiple)
     if config.ranks == "budget":
-        shares = [spectrum.weight * _unit_rows(spectrum.ranking_PW).mean(dim=0) for spectrum in spectra]
-        return waterfill_ranks(shares, config.rate, config.rank_multiple)
+        return waterfill_ranks([spectrum.shares() for spectrum in spectra], config.rate, config.rank_multiple)
     return [
         min(-(-rank // config.rank_multiple) * config.rank_multiple, spectrum.ranking_PW.shape[1])
         for spectrum in spectra
@@ -169,4 +200,5 @@ def _initial_basis(spectrum: _Spectrum, rank: int, integers: IntegerQuantization
     # A copy, because a view would keep all directions in memory.
     vectors_PWR = by_columns(spectrum.vectors_PWW[:, :, :rank].clone())
     energy_PR = spectrum.energy_PW[:, :rank].contiguous()
-    return InitialBasis(vectors_PWR=vectors_PWR, energy_PR=energy_PR, quantization=integers)
+    decoder_PWR = None if spectrum.decoder_PWW is None else by_columns(spectrum.decoder_PWW[:, :rank].mT.clone())
+    return InitialBasis(vectors_PWR=vectors_PWR, energy_PR=energy_PR, decoder_PWR=decoder_PWR, quantization=integers)

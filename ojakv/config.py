@@ -23,6 +23,7 @@ TRACKERS = ("fixed", "oja", "frequent_directions")
 UPDATES = ("periodic", "triggered")
 RANKS = ("fraction", "energy", "budget")
 COMPRESSED = ("both", "keys", "values")
+ENERGY, LOSS = "energy", "loss"
 
 _PRESETS = Path(__file__).parent / "presets"
 PRESETS = tuple(sorted(path.stem for path in _PRESETS.glob("*.yaml")))
@@ -49,6 +50,7 @@ _EFFECTS: tuple[tuple[tuple[str, ...], str, Callable[[str], bool]], ...] = (
     (("energy",), "ranks", lambda ranks: ranks == "energy"),
     (("rate",), "ranks", lambda ranks: ranks != "energy"),
     (("key_weight",), "ranks", lambda ranks: ranks == "budget"),
+    (("key_weight",), "weigh_by", lambda weigh_by: weigh_by == ENERGY),
 )
 
 
@@ -64,6 +66,12 @@ class OjaKVConfig(WindowedConfig):
         help="find the keys' basis from queries and keys together (appendix A.3); layout per_head, rope post only",
     )
     compress: str = option("both", help="what is compressed; the others are stored as they are", choices=COMPRESSED)
+    weigh_by: str = option(
+        ENERGY,
+        help="what bases that stay lose least of: the energy of the states, or the model's loss, by a calibration with "
+        "`read_gradients`",
+        choices=(ENERGY, LOSS),
+    )
 
     # how large they are
     ranks: str = option(
@@ -170,6 +178,8 @@ class OjaKVConfig(WindowedConfig):
             f"layout per_head with rope post",
         )
 
+        if self.weigh_by == LOSS:
+            self._check_weighed_by_loss()
         require(
             1 <= self.token_classes <= MOST_CLASSES, "token_classes", self.token_classes, f"from 1 to {MOST_CLASSES}"
         )
@@ -202,6 +212,27 @@ class OjaKVConfig(WindowedConfig):
         if self.has_plan:
             self._check_plan()
         self.integers  # noqa: B018 - raises where the two do not fit
+
+    def _check_weighed_by_loss(self) -> None:
+        """Raise :class:`UserError` where bases cannot be weighed by the loss, or are in any case."""
+        require(
+            not self.has_plan,
+            "weigh_by",
+            self.weigh_by,
+            f"left out with `cache_dtype: {MIXED}`, whose plan is weighed by what the calibration took",
+        )
+        require(
+            not self.follows_text,
+            "weigh_by",
+            self.weigh_by,
+            f"{ENERGY} with `tracker: {self.tracker}`, which follows the energy of the text; `adaptive-mixed` has "
+            "directions of the text's own by the loss",
+        )
+        for key, value in (("rope", "pre"), ("query_key", False)):
+            given = getattr(self, key)
+            require(
+                given == value, key, given, f"{value} with `weigh_by: {LOSS}`: gradients are of keys before rotation"
+            )
 
     def _check_plan(self) -> None:
         """Raise :class:`UserError` where a plan of bits would not be what is asked for."""
