@@ -46,7 +46,7 @@ def compress(
 
             - the name of a preset (:data:`ojakv.PRESETS`), which also needs `bases`;
             - a directory that `lowrank-kv calibrate` wrote: its `adaptive-mixed`, or its `ojakv-joint` where it was made
-              without ``read_gradients``; or such a calibration in memory;
+              without ``read_gradients`` and ``read_energy``; or such a calibration in memory;
             - a directory of a trained compressor, which knows its own rate.
         rate: of a preset: the share of a token's bytes, or of its coefficients (docs/bytes.md); None takes the preset's own.
         bases: of a preset: the directory that `lowrank-kv calibrate` wrote, or a calibration in memory.
@@ -63,7 +63,7 @@ def compress(
             compressor is damaged or of another model shape; the model is then as it was. Or the model does not pass the
             check; it is then stock.
 
-    Warns where a calibration has no ``read_gradients`` and no preset was named, where bases of each sequence's own take more
+    Warns where a calibration has neither of these and no preset was named, where bases of each sequence's own take more
     bytes than they save at 1,024 tokens, and where the model is set to fill no cache.
     """
     check_model(model)
@@ -108,9 +108,9 @@ def preset_for(calibration: Calibration) -> str:
     if calibration.read is not None:
         return PRESET
     warnings.warn(
-        f"this calibration has no read gradients, which `{PRESET}` needs, so that `{PRESET_WITHOUT_READ}` is taken in its "
-        f"place: it diverges more from the full cache and keeps bases of each sequence's own; calibrate with "
-        f"`--read_gradients true`, or name the preset",
+        f"this calibration does not say what is read of a cache, which `{PRESET}` needs, so that `{PRESET_WITHOUT_READ}` is "
+        f"taken in its place: it diverges more from the full cache and keeps bases of each sequence's own; calibrate with "
+        f"`--read_gradients true`, or with `--read_energy true` where a backward pass does not fit, or name the preset",
         stacklevel=3,
     )
     return PRESET_WITHOUT_READ

@@ -236,7 +236,7 @@ def description_text(described: dict[str, Any]) -> str:
     layers = f"{len(shape['layers'])} layers of {shape['num_kv_heads']} KV heads × {shape['head_dim']} dims"
     rows = {"model": described["model"], "shape": layers, "files": _pairs(described["files"], " bytes")}
     if "moments" in described:
-        rows["holds"] = _held_line(described["moments"])
+        rows["holds"] = _held_line(described["moments"], by_energy=described["by_energy"])
         rows["text"] = ", ".join(described["text"] or ["not recorded"])
         rows["read"] = _pairs({name: described[name] for name in READ}) or "not recorded"
         rows["SHA-256"] = described["sha256"]
@@ -262,12 +262,13 @@ def description_text(described: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _held_line(moments: Sequence[str]) -> str:
-    """What a calibration can be used for, by the names of its moments."""
+def _held_line(moments: Sequence[str], *, by_energy: bool) -> str:
+    """What a calibration can be used for, by the names of its moments, and by whether energy stands for gradients in some."""
     held = ["moments of keys, values and queries"]
     if any("_read_" in name for name in moments):
         rows = ", joint layers included" if any(name.startswith("key_value_read_") for name in moments) else ""
-        held.append(f"read gradients, for the mixed presets and plans of bits{rows}")
+        weighed = "energies of what is read" if by_energy else "read gradients"
+        held.append(f"{weighed}, for the mixed presets and plans of bits{rows}")
     if not set(GRADIENTS.values()).isdisjoint(moments):
         held.append("gradients, for training gates")
     return "; ".join(held)

@@ -79,6 +79,7 @@ def _describe_calibration(directory: Path) -> dict[str, Any]:
         "shape": _shape(config.geometry),
         "moments": sides,
         "joint_layers": config.joint_layers,
+        "by_energy": config.by_energy,
         **{key: config.record.get(key) for key in calibration_files.RECORD},
         "sha256": config.sha256,
     }

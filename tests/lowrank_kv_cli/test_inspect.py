@@ -127,6 +127,10 @@ def test_what_a_calibration_is_for_is_said_in_words(inspect, tiny_dir, tmp_path)
     _, text = inspect(tmp_path / "bases")
     assert "read gradients, for the mixed presets and plans of bits, joint layers included; gradients, for" in text
     assert "key_read_costs" not in text
+    made = Calibration.from_text(model, blocks_NT, read_energy=True, joint_layers=0, self_check=False)
+    made.save(tmp_path / "energies", model="tiny", text=["text.jsonl"])
+    _, text = inspect(tmp_path / "energies")
+    assert "queries; energies of what is read, for the mixed presets and plans of bits\n" in text
 
 
 def test_only_what_the_project_writes_is_inspected(tiny_dir, compressed, tmp_path):

@@ -174,6 +174,10 @@ def test_generate_needs_no_training(here, mistake, bases, tiny_dir, text_file, t
     ):
         words = ("--model", tiny_dir, "--name", text_file, "--output", tmp_path / "other", option, value)
         assert message in mistake("calibrate", *words)
+    words = ("--model", tiny_dir, "--name", text_file, "--output", tmp_path / "other", "--read_gradients", "true")
+    assert "`read_energy` must be left out beside `read_gradients`" in mistake(
+        "calibrate", *words, "--read_energy", "true"
+    )
     assert "needs `--model`" in mistake("generate", "--bases", bases, "--prompt", "x")
     stray = ("--checkpoint", "nowhere", "--rate", 0.1, "--prompt", "x")
     assert "`--rate` is of bases" in mistake("generate", *stray)
