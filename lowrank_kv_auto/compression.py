@@ -15,6 +15,7 @@ from lowrank_kv.hf.default_cache import set_default_cache
 from lowrank_kv.hf.geometry import check_model
 from lowrank_kv.hf.prepare import prepare
 from lowrank_kv.hf.self_check import check_by_itself
+from lowrank_kv.utils.budget import Budget
 from lowrank_kv.utils.errors import UserError, nearest
 from lowrank_kv.utils.paths import path_of
 from lowrank_kv.utils.values import check_type
@@ -31,6 +32,7 @@ def compress(
     *,
     rate: float | None = None,
     bases: str | Path | Calibration | None = None,
+    budget: str | Budget | None = None,
     self_check: bool = True,
     **settings: Any,
 ) -> PreTrainedModel:
@@ -50,6 +52,8 @@ def compress(
             - a directory of a trained compressor, which knows its own rate.
         rate: of a preset: the share of a token's bytes, or of its coefficients (docs/bytes.md); None takes the preset's own.
         bases: of a preset: the directory that `lowrank-kv calibrate` wrote, or a calibration in memory.
+        budget: of a preset, in place of `rate`: the bytes that a cache may take, such as ``2 GiB/131072 tokens`` or
+            ``4096 B/token`` (:meth:`lowrank_kv.utils.budget.Budget.parse`).
         self_check: first compare the model with a full-rank compressed cache to the model by itself, once for each model
             (:func:`lowrank_kv.hf.self_check.check_by_itself`).
         settings: keys of :class:`ojakv.OjaKVConfig`, or of :class:`dynakv.DynaKVConfig` for a compressor, that differ from
@@ -74,21 +78,23 @@ def compress(
             f"`preset` is no setting: name it first, and the calibration as `bases`: "
             f"compress(model, {settings['preset']!r}, bases={str(source)!r})"
         )
+    if budget is not None:
+        _refuse("rate", rate, "`budget` says how large a cache may be")
+    size = {"rate": rate, "budget": budget}
     if isinstance(source, Calibration):
         _refuse("bases", bases, "the calibration is given already; give a preset's name in its place")
-        return _with_preset(model, preset_for(source), rate, source, settings, self_check)
+        return _with_preset(model, preset_for(source), size, source, settings, self_check)
     # Nothing but a preset has bases beside it.
     directory, name = path_of(source), os.fspath(source)
     if name in PRESETS or (bases is not None and not directory.is_dir()):
-        return _with_preset(model, name, rate, bases, settings, self_check)
+        return _with_preset(model, name, size, bases, settings, self_check)
     if Calibration.is_in(directory):
         _refuse("bases", bases, f"`{source}` is a calibration itself; give a preset's name in its place")
         found = Calibration.load(directory)
-        return _with_preset(model, preset_for(found), rate, found, settings, self_check)
+        return _with_preset(model, preset_for(found), size, found, settings, self_check)
     if (directory / checkpoint_files.WEIGHTS).is_file():
-        _refuse(
-            "rate", rate, f"the compressor `{source}` was trained for its own; train another, or give a preset's name"
-        )
+        for key, value in (("rate", rate), ("budget", budget)):
+            _refuse(key, value, f"the compressor `{source}` was trained for its own; train another, or name a preset")
         _refuse("bases", bases, f"the compressor `{source}` holds its own")
         return dynakv.attach(model, directory, self_check=self_check, replace=True, **settings)
     raise UserError(f"`{source}` is no preset, no calibration and no compressor; {_remedy(name, directory)}")
@@ -119,12 +125,12 @@ def preset_for(calibration: Calibration) -> str:
 def _with_preset(
     model: PreTrainedModel,
     preset: str,
-    rate: float | None,
+    size: dict[str, Any],
     bases: str | Path | Calibration | None,
     settings: dict[str, Any],
     self_check: bool,
 ) -> PreTrainedModel:
-    config = OjaKVConfig.preset(preset, rate=rate, **settings)
+    config = OjaKVConfig.preset(preset, rate=size["rate"], **settings)
     if bases is None:
         name = model.config._name_or_path or "MODEL"
         read = " --read_gradients true" if config.has_plan else ""
@@ -132,7 +138,7 @@ def _with_preset(
             f"the preset `{preset}` needs bases of this model; run `lowrank-kv calibrate --model {name} --output bases/mine "
             f"--name TEXT{read}` once, and give `bases='bases/mine'`"
         )
-    plan = plan_for_model(model, config, bases, stacklevel=4)
+    plan = plan_for_model(model, config, bases, budget=size["budget"], stacklevel=4)
     uncompress(model)
     if self_check:
         check_by_itself(model)

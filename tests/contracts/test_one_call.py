@@ -185,6 +185,10 @@ def test_every_mistake_names_its_remedy(bases, tmp_path):
         (["ojakv-joint"], {"bases": bases, "ratio": 3}, "did you mean `rate`"),
         ([bases], {"bases": bases}, "give a preset's name"),
         ([checkpoint], {"rate": 0.1}, "was trained for its own"),
+        ([checkpoint], {"budget": "1 KiB/token"}, "`budget` must be left out.* was trained for its own"),
+        ([bases], {"budget": "a lot"}, "`budget` must be bytes of a token"),
+        ([bases], {"budget": "1 KiB/token", "rate": 0.1}, "`rate` must be left out, got 0.1: `budget` says how large"),
+        ([bases], {"budget": "1 B/token"}, "budget"),
         ([checkpoint], {"bases": bases}, "holds its own"),
         ([checkpoint.parent], {}, "did you mean `.*checkpoint`"),
         ([full], {}, "from_pretrained"),
@@ -197,6 +201,18 @@ def test_every_mistake_names_its_remedy(bases, tmp_path):
     other_shape = tiny_model(num_hidden_layers=2)
     with pytest.raises(UserError, match="layers"):
         lowrank_kv.compress(other_shape, "ojakv-joint", bases=Calibration.load(bases))
+
+
+@pytest.mark.parametrize("source", ["tokenwise-mixed", "ojakv-joint", None], ids=str)
+@torch.no_grad()
+def test_a_budget_in_bytes_is_kept_in_place_of_a_rate(source, bases):
+    """None stands for the directory of the calibration, whose preset is not named."""
+    arguments = (bases,) if source is None else (source,)
+    more = {} if source is None else {"bases": bases}
+    model = lowrank_kv.compress(tiny_model(), *arguments, budget="60000 B/200 tokens", update_period=4, **more)
+    ids = torch.randint(1, 97, (1, 200), generator=torch.Generator().manual_seed(6))
+    cache = model(ids).past_key_values
+    assert 0.9 * 60_000 < cache.nbytes <= 60_000 < cache.full_nbytes
 
 
 def test_another_cache_beside_it_is_refused_with_the_way_out(bases):
