@@ -27,6 +27,10 @@ from lowrank_kv.utils.values import check_type
 from ojakv.config import LOSS, OjaKVConfig
 
 
+# Of what the loss asks of the first coefficient; fp16 holds none that are much smaller.
+_LEAST_SHARE = 1e-6
+
+
 @dataclasses.dataclass(frozen=True)
 class _Spectrum:
     vectors_PWW: Tensor
@@ -165,8 +169,13 @@ def _spectra_by_loss(calibration: Calibration, index: int, config: OjaKVConfig) 
             torch.stack([getattr(each, name) for each in of_parts])
             for name in ("encoder_CC", "decoder_CC", "importance_C")
         )
-        unit_PW = torch.ones_like(importance_PW)  # coefficients have mean square 1
-        spectra.append(_Spectrum(encoder_PWW, importance_PW, None, unit_PW, decoder_PWW))
+        # As large as what the loss asks of them, so that integers, which err alike in all, err least where it asks most.
+        share_PW = importance_PW / _positive(importance_PW.amax(dim=1, keepdim=True))
+        energy_PW = share_PW.clamp(min=_LEAST_SHARE)
+        size_PW = energy_PW.sqrt()
+        spectra.append(
+            _Spectrum(encoder_PWW * size_PW[:, None], importance_PW, None, energy_PW, decoder_PWW / size_PW[..., None])
+        )
     return spectra
 
 
