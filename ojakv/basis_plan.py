@@ -26,7 +26,6 @@ from lowrank_kv.utils.torch_defaults import fp32_on_cpu
 from lowrank_kv.utils.values import check_type
 from ojakv.config import LOSS, OjaKVConfig
 
-
 # Of what the loss asks of the first coefficient; fp16 holds none that are much smaller.
 _LEAST_SHARE = 1e-6
 
