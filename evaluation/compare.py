@@ -84,8 +84,7 @@ def compare(config: CompareConfig, output: Path) -> Iterator[MakeRecord]:
     name = config.model_name
     model, tokenizer = measured_model(name, config)
     check_length(model, config.length, "length")
-    windows = max(1, round(config.windows * config.fraction))
-    texts = read_texts(config.texts, tokenizer, config.length, windows, read=config.read)
+    texts = read_texts(config.texts, tokenizer, config.length, config.share_of(config.windows), read=config.read)
     calibration, inputs = load_calibration(
         model,
         tokenizer,

@@ -60,6 +60,10 @@ class MeasurementConfig:
         require(0 < self.fraction <= 1, "fraction", self.fraction, "in (0, 1]")
         require(self.step >= 1, "step", self.step, "at least 1")
 
+    def share_of(self, count: int) -> int:
+        """How many of `count` windows or items are measured: `fraction` of them, and at least one."""
+        return max(1, round(count * self.fraction))
+
     @property
     def checkpoints(self) -> list[str]:
         """Those that are measured, each once."""

@@ -61,3 +61,8 @@ class HypothesisConfig(MeasurementConfig):
         require(self.sensitivity_length >= 2, "sensitivity_length", self.sensitivity_length, "at least 2")
         for key in ("windows", "refresh", "sensitivity_windows"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
+
+    @property
+    def middle_threshold(self) -> float:
+        """The threshold in the middle of their order; the lower one of two."""
+        return sorted(self.thresholds)[(len(self.thresholds) - 1) // 2]

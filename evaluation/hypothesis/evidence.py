@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowrank_kv.utils.intervals import clusters_of, interval, squared_error, student_quantile
 
-from ..scores import WindowScore
+from ..scores import WindowScore, held_share
 from .ranks import KEYS, VALUES
 from .settings import Setting
 
@@ -76,8 +76,7 @@ class Measured:
     @property
     def byte_rate(self) -> float:
         """Bytes held over those of uncompressed caches."""
-        scores = [score for each in self.scores.values() for score in each]
-        return sum(score.cache_bytes for score in scores) / sum(score.full_bytes for score in scores)
+        return held_share([score for each in self.scores.values() for score in each])
 
     def losses(self, texts: Iterable[str] | None = None) -> Tensor:
         """Loss less that of the uncompressed model, (N,) fp64, on these texts; on all by default."""

@@ -3,7 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from lowrank_kv.utils.intervals import with_interval
+
 from ..scores import extent
+from .ranks import STATE_NAMES
 from .suite import ALL_TEXTS
 
 
@@ -26,9 +29,7 @@ def markdown(record: Mapping[str, Any]) -> str:
         "|---|--:|--:|--:|--:|--:|",
     ]
     for row in (row for row in rows if row["dataset"] == last):
-        ratio = f"{row['perplexity_ratio']:.3f}"
-        if "perplexity_ratio_low" in row:
-            ratio += f" ({row['perplexity_ratio_low']:.3f}–{row['perplexity_ratio_high']:.3f})"
+        ratio = with_interval(row, "perplexity_ratio", ".3f")
         shares = f"{row['key_share']:.2f} | {row['value_share']:.2f}"
         lines.append(f"| {row['method']} | {shares} | {row['rate']:.3f} | {ratio} | {row['kl']:.4f} |")
     lines += ["", "## Ranks that hold a share of the energy, least / mean / most over heads", ""]
@@ -38,11 +39,7 @@ def markdown(record: Mapping[str, Any]) -> str:
         "| states | " + " | ".join(f"{key.removeprefix('rank_')} %" for key in thresholds) + " |",
         "|---|" + "--:|" * len(thresholds),
     ]
-    for side, rope, name in (
-        ("keys", "pre", "keys, unrotated"),
-        ("keys", "post", "keys, rotated"),
-        ("values", "-", "values"),
-    ):
+    for (side, rope), name in STATE_NAMES.items():
         chosen = [row for row in heads if (row["side"], row["rope"]) == (side, rope)]
         cells = []
         for key in thresholds:

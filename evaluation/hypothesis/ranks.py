@@ -1,6 +1,6 @@
 """Each head's spectrum, the ranks that follow from it, and caches whose heads have ranks of their own.
 
-Shapes: C = G·D joint width, G KV heads, D head dim, R the largest rank of a layer's heads.
+Shapes: P parts, which are heads here, W width of one, R the largest rank of a layer's heads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,6 +19,8 @@ from ojakv import OjaKVConfig
 HeadRanks = Mapping[int, Sequence[int]]
 KEYS, VALUES = "keys", "values"
 SIDES = (KEYS, VALUES)
+# (side, rope) of what a head caches → its name on pages, in their order.
+STATE_NAMES = {(KEYS, "pre"): "keys, unrotated", (KEYS, "post"): "keys, rotated", (VALUES, "-"): "values"}
 STATES_OF_ROPE = {"pre": KEY, "post": ROTATED_KEY}
 
 
@@ -26,7 +28,7 @@ class Spectra(NamedTuple):
     """The principal components of every head's keys before and after rotation, and of its values.
 
     Attributes:
-        keys: ``pre`` or ``post`` → layer index → basis of the heads (vectors (G, D, D), energies (G, D)).
+        keys: ``pre`` or ``post`` → layer index → basis of the heads (vectors (P, W, W), energies (P, W)).
         values: layer index → the same.
     """
 

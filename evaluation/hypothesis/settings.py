@@ -110,7 +110,7 @@ def _settings(config: HypothesisConfig) -> Iterator[Setting]:
         for tracker in TRACKERS:
             yield Setting(group=ONLINE, level=share, tracker=tracker, waits=config.refresh)
     for tracker in TRACKERS:  # ranks that match the middle threshold
-        level = sorted(config.thresholds)[(len(config.thresholds) - 1) // 2]
+        level = config.middle_threshold
         yield Setting(group=ONLINE, ranks="energy", level=level, tracker=tracker, waits=config.refresh)
     for share in (each for each in config.shares if each >= config.modest):
         yield Setting(group=QUANTIZED, level=share, bits=8)

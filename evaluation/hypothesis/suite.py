@@ -1,6 +1,6 @@
 """Running the suite: every setting on every window, single layers and heads, and the verdicts.
 
-Shapes: N windows.
+Shapes: N windows, T tokens of a window, W width of a head.
 """
 
 import dataclasses
@@ -39,9 +39,8 @@ def run_suite(config: HypothesisConfig, output: Path) -> Iterator[MakeRecord]:
         output: holds the cells of this and earlier runs; only missing ones are measured.
     """
     model, tokenizer = measured_model(config.model, config)
-    check_length(model, max(config.length, config.sensitivity_length), "length")
-    windows = max(1, round(config.windows * config.fraction))
-    texts = read_texts(config.texts, tokenizer, config.length, windows, read=config.read)
+    check_length(model, config.length, "length")
+    texts = read_texts(config.texts, tokenizer, config.length, config.share_of(config.windows), read=config.read)
     calibration, inputs = load_calibration(
         model, tokenizer, config, read_gradients=False, measured=measured_texts(config.texts)
     )

@@ -187,7 +187,7 @@ def _rope(config: HypothesisConfig, evidence: Evidence) -> Verdict:
     below = [each for each in keys if each.setting.level <= NEAR]
     needs_more = bool(below) and all(is_real(each.increase(), config) for each in below)
     heads = evidence.heads_of(KEYS, "post")
-    threshold = _middle(config.thresholds)
+    threshold = config.middle_threshold
     near = sum(row.ranks[threshold] > NEAR * evidence.head_dim for row in heads) / len(heads)
     least = f"r = {share:g} d is the least" if fine else "no rank below d"
     return Verdict(
@@ -204,7 +204,7 @@ def _rope(config: HypothesisConfig, evidence: Evidence) -> Verdict:
 
 
 def _modest_rope(config: HypothesisConfig, evidence: Evidence) -> Verdict:
-    threshold = _middle(config.thresholds)
+    threshold = config.middle_threshold
     pre, post = (_mean([row.ranks[threshold] for row in evidence.heads_of(KEYS, rope)]) for rope in ("pre", "post"))
     uniform = {"group": ABLATION, "sides": KEYS, "ranks": "uniform", "level": config.modest}
     [before], [after] = (evidence.find(**uniform, rope=rope) for rope in ("pre", "post"))
@@ -296,7 +296,7 @@ def _memory(config: HypothesisConfig, evidence: Evidence) -> Verdict:
 
 
 def _worst_heads(config: HypothesisConfig, evidence: Evidence) -> Verdict:
-    threshold = _middle(config.thresholds)
+    threshold = config.middle_threshold
     told, spread = [], []
     for side, rope in ((KEYS, "post"), (VALUES, "-")):
         rows = evidence.heads_of(side, rope)
@@ -373,10 +373,6 @@ def _sinks(config: HypothesisConfig, evidence: Evidence) -> Verdict:
         verdict=_judged([each.high < 0 for each in found], [each.low >= 0 for each in found]),
         because="; ".join(told),
     )
-
-
-def _middle(thresholds: list[float]) -> float:
-    return sorted(thresholds)[(len(thresholds) - 1) // 2]
 
 
 def _mean(values: list[int]) -> float:

@@ -12,6 +12,7 @@ from markupsafe import Markup
 
 from lowrank_kv.utils.errors import UserError
 
+from ..hypothesis.ranks import STATE_NAMES
 from . import curves, fronts, sentence
 from .alike import check_alike
 from .bars import bars, has_one_budget, horizontal
@@ -23,7 +24,6 @@ MEASURES = {
     "perplexity_ratio": "perplexity ratio",
     "top1": "equal top-1",
 }
-HEADS = {("keys", "pre"): "keys, unrotated", ("keys", "post"): "keys, rotated", ("values", "-"): "values"}
 MOST_LINES = 6  # of a figure of allocations
 BUDGETS = (0.3, 0.2, 0.1, 0.06)
 
@@ -52,7 +52,7 @@ def page(records: Sequence[Mapping[str, Any]], *, template: str = "report.html.j
         "title": f"KV caches of {(newest['config'] or {}).get('model', 'a model')}",
         "runs": [_run(record) for record in records],
         **(_comparison(points) if points else {}),
-        "anatomy": _anatomy(anatomies[-1], _colours(points)) if anatomies else None,
+        "anatomy": _anatomy(anatomies[-1]) if anatomies else None,
         "tasks": tasks,
         "hypotheses": [_hypothesis(record) for record in verdicts],
     }
@@ -74,13 +74,9 @@ def _run(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _colours(points: Sequence[Point]) -> dict[str, str]:
-    return fronts.colours_of(points) if points else {}
-
-
 def _comparison(points: Sequence[Point]) -> dict[str, Any]:
     """The leaderboard and the fronts."""
-    colours, datasets = _colours(points), datasets_of(points)
+    colours, datasets = fronts.colours_of(points), datasets_of(points)
     by_text = {name: [point for point in points if point.dataset == name] for name in datasets}
     means = fronts.mean_points(points, "kl") if len(datasets) > 1 else []
     panels = []
@@ -153,7 +149,7 @@ def _best(points: Sequence[Point]) -> list[dict[str, Any]]:
     return [each for i, each in enumerate(found) if i + 1 == len(found) or each["label"] != found[i + 1]["label"]]
 
 
-def _anatomy(found: Mapping[str, Any], colours: Mapping[str, str]) -> dict[str, Any]:
+def _anatomy(found: Mapping[str, Any]) -> dict[str, Any]:
     tokens, layers = found["sentence"]["tokens"], found["allocations"]["layers"]
     sentences = [
         {
@@ -212,7 +208,7 @@ def _hypothesis(record: Mapping[str, Any]) -> dict[str, Any]:
     heads = [row for row in record["rows"] if row.get("what") == "head"]
     layers = [row for row in record["rows"] if row.get("what") == "layer"]
     maps = []
-    for (side, rope), name in HEADS.items():
+    for (side, rope), name in STATE_NAMES.items():
         chosen = [row for row in heads if (row["side"], row["rope"]) == (side, rope)]
         field = sorted(key for key in chosen[0] if key.startswith("rank_"))[:2][-1]  # a run may have one threshold only
         most = max(row[field] for row in heads)

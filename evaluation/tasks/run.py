@@ -29,7 +29,7 @@ from .prompts import FreshReader, Prompts
 from .registry import TaskConfig
 from .rows import pooled, row_of
 
-_TOGETHER = 25  # items that are asked behind one reading of their context
+_ITEMS_PER_READING = 25  # items that are asked behind one reading of their context
 _ROUNDED = 64  # tokens, so that tasks of about the same length share the plans of a budget
 
 
@@ -144,7 +144,7 @@ def run_tasks(config: TasksConfig, output: Path) -> Iterator[MakeRecord]:
     inputs += [path_input("checkpoint", directory) for directory in config.checkpoints]
     inputs += [model_input(model), weights_input(model)]
     inputs += {each["sha256"]: each for task in tasks for each in task.inputs}.values()
-    counts = {task.label: max(1, round(len(task.items) * config.fraction)) for task in tasks}
+    counts = {task.label: config.share_of(len(task.items)) for task in tasks}
     record = run_record.new_record(
         "quality",
         config=to_dict(config) | {"model": name_of(name)},
@@ -233,14 +233,14 @@ def _parts(tasks: Sequence[Task], counts: Mapping[str, int], methods: _Methods) 
 
 
 def _groups(task: Task, count: int) -> Iterator[list[int]]:
-    """Numbers of the items of each part: of equal context, next to one another, at most :data:`_TOGETHER` of them."""
+    """Numbers of the items of each part: of equal context, next to one another, at most :data:`_ITEMS_PER_READING`."""
     if task.query == AWARE:
         yield from ([number] for number in range(count))
         return
     numbered = list(enumerate(task.items[:count]))
     for _, each in itertools.groupby(numbered, key=lambda pair: pair[1].context):
         numbers = [number for number, _ in each]
-        yield from (numbers[i : i + _TOGETHER] for i in range(0, len(numbers), _TOGETHER))
+        yield from (numbers[i : i + _ITEMS_PER_READING] for i in range(0, len(numbers), _ITEMS_PER_READING))
 
 
 def _digest(item: Item) -> str:

@@ -87,6 +87,15 @@ def test_the_command_writes_a_record_with_verdicts_and_goes_on(run, values, tmp_
     assert "rank for 90 % of the energy" in page([record]), "one threshold is enough for the page"
 
 
+def test_only_the_length_of_windows_must_fit_the_model_s_positions(values, tmp_path):
+    """Windows of single layers are the beginnings of the same windows, so that they are never longer."""
+    values |= {"windows": 1, "sensitivity": "layers", "sensitivity_length": 513}
+    make_record = next(run_suite(build(HypothesisConfig, values), tmp_path))
+    assert make_record()["rows"]
+    with pytest.raises(UserError, match="`length` is 513 tokens, but this model has 512 positions"):
+        next(run_suite(build(HypothesisConfig, values | {"length": 513}), tmp_path))
+
+
 def test_bytes_of_uniform_ranks_are_their_share(values, tmp_path):
     *_, make_record = run_suite(build(HypothesisConfig, values | {"sensitivity": "none"}), tmp_path)
     rows = {
