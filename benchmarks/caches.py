@@ -97,10 +97,10 @@ def candidates(arguments: argparse.Namespace, length: int) -> Candidates:
     Args:
         length: the most tokens a cache will hold.
     """
-    name = os.path.expanduser(arguments.model or "") or _default_model(arguments.checkpoint)
+    source = os.path.expanduser(arguments.model or "") or _default_model(arguments.checkpoint)
     use_device(arguments.device)
     load = random_models.load_model if arguments.made_up else load_model
-    plain = load(name, dtype=arguments.dtype, device=arguments.device)
+    plain = load(source, dtype=arguments.dtype, device=arguments.device)
     check_length(plain, length, "the context")
     if arguments.columns:
         lay_out_by_columns(plain)

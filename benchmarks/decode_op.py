@@ -32,7 +32,7 @@ DEFAULTS = {
         "heads": 32, "groups": 8, "head_dim": 128, "context": 32768, "batches": [1, 8], "dtype": "bfloat16", "granule": 64,
     },
 }  # fmt: skip
-FULL, FLASH, CAT = "preallocated", "preallocated, flash", "concatenated"
+PREALLOCATED, FLASH, CAT = "preallocated", "preallocated, flash", "concatenated"
 
 
 def steps(granule: int, tokens: int) -> dict[str, Callable[[Shape], Step]]:
@@ -40,7 +40,7 @@ def steps(granule: int, tokens: int) -> dict[str, Callable[[Shape], Step]]:
     per_head = functools.partial(one_rank, is_joint=False)
     joint = functools.partial(one_rank, is_joint=True)
     return {
-        FULL: preallocated,
+        PREALLOCATED: preallocated,
         CAT: concatenated,
         "ojakv 0.6": functools.partial(per_head, key_rate=0.6, value_rate=0.6),
         "ojakv 0.3": functools.partial(per_head, key_rate=0.25, value_rate=0.35),
@@ -130,7 +130,7 @@ def measured(
         check(name, found[0], shape.dtype)  # of what is timed, so at its very lengths and tuning
         calls[name] = repeated([step.attend for step in found], shape.device)
     ms = interleaved_ms(calls, repeats=arguments.repeats, warmup=3)
-    fastest = min(ms[FULL], ms.get(FLASH, math.inf))  # of the ways to attend over a preallocated cache
+    fastest = min(ms[PREALLOCATED], ms.get(FLASH, math.inf))  # of the ways to attend over a preallocated cache
     rows = []
     for name, found in layers.items():
         seconds = ms[name] / 1e3

@@ -9,9 +9,11 @@ that do not fit beside the two uncompressed ones.
 """
 
 import argparse
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from transformers import Cache, PreTrainedModel
 
 from benchmarks.caches import (
     CHECKED_TOKENS,
@@ -91,11 +93,12 @@ def main(argv: list[str]) -> None:
         )
 
 
-def stepper(model, cache, batch):
+def stepper(model: PreTrainedModel, cache: Cache, batch: int) -> Callable[[], None]:
+    """What decodes one more token of each of `batch` sequences that a cache holds."""
     token = torch.full((batch, 1), 11, device=model.device)
 
     @torch.no_grad()
-    def step():
+    def step() -> None:
         model(token, past_key_values=cache, logits_to_keep=1)
 
     return step

@@ -15,6 +15,8 @@ import os
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
 
 import dynakv
 from benchmarks import random_models
@@ -44,10 +46,10 @@ def main(argv: list[str]) -> None:
     )
     arguments = parser.parse_args(argv)
 
-    name = os.path.expanduser(arguments.model)
+    source = os.path.expanduser(arguments.model)
     use_device(arguments.device)
     load = random_models.load_model if arguments.made_up else load_model
-    plain = load(name, dtype=arguments.dtype, device=arguments.device).requires_grad_(False)
+    plain = load(source, dtype=arguments.dtype, device=arguments.device).requires_grad_(False)
     check_length(plain, arguments.length, "--length")
     shape = (arguments.batch, arguments.length)
     ids = torch.randint(10, plain.config.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(plain.device)
@@ -104,12 +106,23 @@ def main(argv: list[str]) -> None:
         write_results(arguments.results, "training_step", vars(arguments) | {"matmul_flops": rate}, rows, model=plain)
 
 
-def loss_of(model, ids, **inputs):
+def loss_of(model: PreTrainedModel, ids: Tensor, **inputs: Tensor) -> Tensor:
+    """The mean cross-entropy of each token but the first, fp32, without dimensions.
+
+    Args:
+        ids: (B, T) int64.
+        inputs: what the model reads of them: `input_ids`, or `inputs_embeds`.
+    """
     logits = model(**inputs, use_cache=False).logits
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
-def check(plain, compressed, ids) -> None:
+def check(plain: PreTrainedModel, compressed: PreTrainedModel, ids: Tensor) -> None:
+    """What is timed must first be right: with open gates the loss is the plain model's.
+
+    Args:
+        ids: (B, T) int64.
+    """
     opened = copy.deepcopy(compressed)
     dynakv.open_gates(opened)
     with torch.no_grad():

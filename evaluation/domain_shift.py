@@ -1,6 +1,6 @@
 """How far a calibrated basis misses other text, and how much of that an online update mends (OjaKV, section 4, table 1).
 
-Shapes: N rows, C joint width, P parts, W width of a part, R rank.
+Shapes: T tokens, N rows, C joint width, P parts, W width of a part, R rank.
 """
 
 import dataclasses

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +91,7 @@ class MethodConfig:
     @property
     def name(self) -> str:
         """Its label, or the method's own name and its settings."""
-        if self.label is not None:
-            return self.label
-        own = self.preset or self.peer or "dynakv"
-        return " ".join([own, *(f"{key}={value}" for key, value in self.settings.items())])
+        return method_name(self.label, self.preset or self.peer, self.settings)
 
     @property
     def name_at_bytes_of(self) -> str:
@@ -121,6 +118,17 @@ class MethodConfig:
             is_left_out = self.optional and not Path(self.checkpoint).exists()
             return not is_left_out and read_config(self.checkpoint).compressor.reads_prompts_exactly
         return PEERS[self.peer].reads_exactly
+
+
+def method_name(label: str | None, own: str | None, settings: Mapping[str, Any]) -> str:
+    """What a method is called in the results: its label, or its own name and its settings.
+
+    Args:
+        own: name of its preset or peer; None of a checkpoint.
+    """
+    if label is not None:
+        return label
+    return " ".join([own or "dynakv", *(f"{key}={value}" for key, value in settings.items())])
 
 
 def check_bytes_of(configs: list[MethodConfig]) -> None:
@@ -152,7 +160,7 @@ def available_methods(configs: list[MethodConfig]) -> list[MethodConfig]:
             found.append(dataclasses.replace(config, bytes_of=None) if config.bytes_of in left_out else config)
     if not found:
         missing = ", ".join(each.checkpoint for each in configs if each.checkpoint is not None)
-        raise UserError(f"none of the checkpoints is there: {missing}")
+        raise UserError(f"none of the checkpoints is there: {missing}; train one of them, or give others as `methods`")
     return found
 
 

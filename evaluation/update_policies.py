@@ -9,13 +9,13 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
 from ojakv import Calibration, OjaKVCache, OjaKVConfig, make_plan
 from ojakv.cache import OjaKVLayer
 
-from .reading import check_split
+from .reading import check_split, full_cache
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ def measure_updates(
     """
     check_split(model, len(tokens_T), prefix)
     ids = tokens_T[None].to(model.device)
-    exact = DynamicCache(config=model.config)
+    exact = full_cache(model)
     model(ids, past_key_values=exact, logits_to_keep=1)
     rows = []
     for rule, config in configs.items():
@@ -91,7 +91,7 @@ def measure_updates(
     return rows
 
 
-def _error(cache: OjaKVCache, exact: DynamicCache) -> float:
+def _error(cache: OjaKVCache, exact: Cache) -> float:
     errors = []
     for layer, whole in zip(cache.layers, exact.layers, strict=True):
         if isinstance(layer, OjaKVLayer):

@@ -1,6 +1,6 @@
 """Measuring every method on every window of every text, each cell once.
 
-Shapes: N windows, T tokens of a window.
+Shapes: N windows, T tokens of a window, S of them predicted, V vocabulary, M caches that read one window together.
 """
 
 import collections
@@ -23,7 +23,7 @@ from .scores import HeldBytes, WindowScore, held_share, score_predictions, score
 from .shared_prompt import can_share, read_prompt_once
 from .side_by_side import read_side_by_side
 
-_TOGETHER = 8  # caches that read one window at a time
+_CACHES_AT_ONCE = 8  # that read one window together
 
 
 def measure_cells(
@@ -120,13 +120,13 @@ def _scores(
         else:
             bar.set_postfix_str(wanted.method.label)
             yield wanted, score_window(model, window_T, full_SV, _make_cache(wanted), **reading._asdict())
-    for i in range(0, len(exact), _TOGETHER):
-        those = exact[i : i + _TOGETHER]
+    for i in range(0, len(exact), _CACHES_AT_ONCE):
+        those = exact[i : i + _CACHES_AT_ONCE]
         bar.set_postfix_str(those[0].method.label if len(those) == 1 else f"{len(those)} methods")
         caches = [_make_cache(wanted) for wanted in those]
         read_prompt_once(model, window_T[None, : reading.prefix], caches)
-        logits_NSV = read_side_by_side(model, window_T, caches, **reading._asdict())
-        for wanted, cache, logits_SV in zip(those, caches, logits_NSV, strict=True):
+        logits_MSV = read_side_by_side(model, window_T, caches, **reading._asdict())
+        for wanted, cache, logits_SV in zip(those, caches, logits_MSV, strict=True):
             log_SV = logits_SV.float().log_softmax(-1)
             yield wanted, score_predictions(model, window_T, full_SV, log_SV, cache)
 

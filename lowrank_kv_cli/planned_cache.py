@@ -1,7 +1,4 @@
-"""The bytes of a cache before there is one, from shapes and rates. Every sequence is one prompt without padding.
-
-Shapes: P parts, W width of a part, R rank.
-"""
+"""The bytes of a cache before there is one, from shapes and rates. Every sequence is one prompt without padding."""
 
 import dataclasses
 import math

@@ -7,7 +7,7 @@ from typing import Any
 
 from ojakv import PRESETS, OjaKVConfig
 
-from ..methods import FULL
+from ..methods import FULL, method_name
 from ..peers import PEERS
 from ..peers.peer import EVICTION, LOW_RANK, QUANTIZATION
 from ..scores import rows_of
@@ -101,9 +101,8 @@ class _Families:
         for method in config.get("methods", []):
             if not isinstance(method, Mapping):
                 continue
-            own = method.get("preset") or method.get("peer") or "dynakv"
             settings = method.get("settings") or {}
-            name = method.get("label") or " ".join([own, *(f"{key}={value}" for key, value in settings.items())])
+            name = method_name(method.get("label"), method.get("preset") or method.get("peer"), settings)
             self._found[name] = _family(method, settings)
 
     def of(self, label: str) -> str:

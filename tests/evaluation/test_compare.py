@@ -232,7 +232,7 @@ def test_an_optional_checkpoint_that_is_not_there_is_left_out(values, tmp_path, 
     rows = by_method(last(values | {"methods": [*values["methods"], missing]}, tmp_path / "out"))
     assert list(rows) == ["full", "dynakv", "static-mixed 0.3"]
     assert "leaving out `trained`: nowhere is not there" in capsys.readouterr().out
-    with pytest.raises(UserError, match="none of the checkpoints is there: nowhere"):
+    with pytest.raises(UserError, match="none of the checkpoints is there: nowhere; train one"):
         last(values | {"methods": [missing]}, tmp_path / "other")
     build(
         CompareConfig, values | {"methods": [values["methods"][0], missing], "prefix": 0}
@@ -250,7 +250,7 @@ def test_methods_that_read_a_prompt_exactly_read_it_together_and_score_as_alone(
     def one_by_one(model, ids, caches, **reading):
         return torch.cat([read_side_by_side(model, ids, [cache], **reading) for cache in caches])
 
-    monkeypatch.setattr(window_cells, "_TOGETHER", 3)
+    monkeypatch.setattr(window_cells, "_CACHES_AT_ONCE", 3)
     monkeypatch.setattr(window_cells, "read_prompt_once", recorded)
     near = last(values, tmp_path / "near")["rows"]
     # Products of more rows, and of rebuilt states, may be added up in another order; with those of one cache at a time, as
@@ -366,7 +366,9 @@ def test_who_takes_the_bytes_of_a_missing_checkpoint_is_left_out_too(capsys):
     [kept] = available_methods([missing, alone, beside])
     assert (kept.name, kept.bytes, kept.bytes_of) == ("ojakv-joint", [0.5], None)
     assert "leaving out `static-joint-pf`: it takes the bytes of `learned`" in capsys.readouterr().out
-    with pytest.raises(UserError, match="none of the checkpoints is there: /nowhere$"):
+    with pytest.raises(
+        UserError, match="none of the checkpoints is there: /nowhere; train one of them, or give others"
+    ):
         available_methods([missing, alone])
 
 

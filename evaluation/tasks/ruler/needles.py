@@ -6,14 +6,13 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from .sample import RulerTask, Sample
+from .sample import MOST_UNITS, RulerTask, Sample
 from .words import NUMBERS, UUIDS, WORDS, drawn
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 REPEATED, ESSAY, NEEDLES = "noise", "essay", "needles"
 # Where needles may stand in an essay, in per cent of its sentences.
 DEPTHS = [round(100 * i / 39) for i in range(40)]
-_MOST_UNITS = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +44,7 @@ class NeedleTask(RulerTask):
         return dataclasses.replace(self, essay=tuple(essay))
 
     def units(self, index: int, length: int) -> tuple[int, int]:
-        return 1, _MOST_UNITS  # a short essay is repeated
+        return 1, MOST_UNITS  # a short essay is repeated
 
     def sample(
         self, rng: random.Random, index: int, units: int, length: int, tokenizer: PreTrainedTokenizerBase

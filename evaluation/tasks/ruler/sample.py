@@ -9,6 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ..item import prompt_pieces
 
+MOST_UNITS = 1 << 20  # of a task that has no limit of its own
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sample:

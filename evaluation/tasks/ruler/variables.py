@@ -7,9 +7,8 @@ import string
 from transformers import PreTrainedTokenizerBase
 
 from .needles import NOISE
-from .sample import RulerTask, Sample
+from .sample import MOST_UNITS, RulerTask, Sample
 
-_MOST_UNITS = 1 << 20
 # The example in front: of shorter names, and of at most so many tokens without those of its answer.
 _EXAMPLE_NAME, _EXAMPLE_TOKENS = 3, 500
 
@@ -28,7 +27,7 @@ class VariableTracking(RulerTask):
     max_new_tokens: int = 30
 
     def units(self, index: int, length: int) -> tuple[int, int]:
-        return self.num_hops + 1, _MOST_UNITS
+        return self.num_hops + 1, MOST_UNITS
 
     def sample(
         self, rng: random.Random, index: int, units: int, length: int, tokenizer: PreTrainedTokenizerBase

@@ -7,12 +7,11 @@ import string
 
 from transformers import PreTrainedTokenizerBase
 
-from .sample import RulerTask, Sample
+from .sample import MOST_UNITS, RulerTask, Sample
 from .words import different, enumerated
 
 _NUM_COMMON = 10
 _SHORT = 4096  # below, RULER repeats words less often
-_MOST_UNITS = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,7 +21,7 @@ class CommonWords(RulerTask):
     max_new_tokens: int = 120
 
     def units(self, index: int, length: int) -> tuple[int, int]:
-        return _NUM_COMMON + 1, _MOST_UNITS
+        return _NUM_COMMON + 1, MOST_UNITS
 
     def sample(
         self, rng: random.Random, index: int, units: int, length: int, tokenizer: PreTrainedTokenizerBase
@@ -63,7 +62,7 @@ class FrequentWords(RulerTask):
 
     def units(self, index: int, length: int) -> tuple[int, int]:
         # So that the fourth word stands at least twice, and more often than the fifth.
-        return 60, _MOST_UNITS
+        return 60, MOST_UNITS
 
     def sample(
         self, rng: random.Random, index: int, units: int, length: int, tokenizer: PreTrainedTokenizerBase
