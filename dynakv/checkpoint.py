@@ -205,21 +205,25 @@ def load_compressors(directory: str | Path, **overrides: Any) -> dict[int, Layer
     return layers
 
 
+def _misfit(origin: str, what: str) -> UserError:
+    return UserError(
+        f"`{origin}` does not fit this model: {what}; restore it, go back to an earlier checkpoint, or train it again"
+    )
+
+
 @torch.no_grad()
 def _fill(layers: dict[int, LayerCompressor], state: dict[str, Tensor], origin: str) -> None:
     targets = tensors_of(layers)
     if targets.keys() != state.keys():
         missing, extra = sorted(targets.keys() - state.keys()), sorted(state.keys() - targets.keys())
-        raise UserError(f"`{origin}` does not fit this model: missing {missing[:3]}, unexpected {extra[:3]}")
+        raise _misfit(origin, f"missing {missing[:3]}, unexpected {extra[:3]}")
     for name, tensor in targets.items():
         check_not_offloaded(tensor.device, name)
         if tensor.shape != state[name].shape:
-            raise UserError(
-                f"`{origin}` does not fit this model: {name} is {tuple(state[name].shape)}, needed {tuple(tensor.shape)}"
-            )
+            raise _misfit(origin, f"{name} is {tuple(state[name].shape)}, needed {tuple(tensor.shape)}")
         if tensor.dtype != state[name].dtype:
             found, needed = (str(each.dtype).removeprefix("torch.") for each in (state[name], tensor))
-            raise UserError(f"`{origin}` does not fit this model: {name} is of {found}, needed is {needed}")
+            raise _misfit(origin, f"{name} is of {found}, needed is {needed}")
     check_numbers(layers, state, origin)
     for name, tensor in targets.items():
         tensor.copy_(state[name])

@@ -106,7 +106,10 @@ def read_texts(
     """
     there = [text for text in texts if _is_there(text)]
     if not there:
-        raise UserError(f"none of the texts is there: {', '.join(text.name for text in texts)}")
+        missing = ", ".join(text.name for text in texts)
+        raise UserError(
+            f"none of the texts is there: {missing}; put one of these files there, or give others as `texts`"
+        )
     found = {}
     for text in there:
         if read is None:

@@ -147,6 +147,7 @@ def drop_later_states(root: Path, step: int, engine: Engine) -> None:
                 shutil.rmtree(directory)
 
 
+_ANEW = "start another run, without --resume and with another `output`"
 # The settings that decide which text a step sees and what its parameters are; all others may differ in a resumed run.
 _SAME = ("model", "seed", "dtype", "trainable", "lora", "dataset", "compressor", "rate")
 _MAY_DIFFER = {
@@ -174,24 +175,23 @@ def check_same_run(saved: dict[str, Any], current: dict[str, Any]) -> None:
         current: configuration now.
     """
     before, now = (_leaves({key: config[key] for key in _SAME if key in config}) for config in (saved, current))
-    anew = "start another run, without --resume and with another `output`"
     for key in {**now, **before}:
         if key in _MAY_DIFFER:
             continue
         if key not in before:
             raise UserError(
                 f"--resume cannot tell whether `{key}` stays as it was: the run was started by a version that does not know "
-                f"it, and now it is {now[key]!r}; go on with that version, or {anew}"
+                f"it, and now it is {now[key]!r}; go on with that version, or {_ANEW}"
             )
         if key not in now:
             raise UserError(
                 f"--resume cannot keep `{key}`: the run was started with {before[key]!r}, and this version does not know "
-                f"it; go on with the version that started the run, or {anew}"
+                f"it; go on with the version that started the run, or {_ANEW}"
             )
         if before[key] != now[key]:
             raise UserError(
                 f"--resume cannot change `{key}`: the run was started with {before[key]!r}, and now it is {now[key]!r}; set "
-                f"it back, or {anew}"
+                f"it back, or {_ANEW}"
             )
 
 
@@ -219,7 +219,10 @@ def load_into(engine: Engine, directory: Path, step: int) -> None:
     expected = {f"{name}.{key}" for name in engine.parameters for key in MOMENTS}
     if tensors.keys() != expected:
         missing, extra = sorted(expected - tensors.keys()), sorted(tensors.keys() - expected)
-        raise UserError(f"`{directory}` does not fit this run: missing {missing[:3]}, unexpected {extra[:3]}")
+        raise UserError(
+            f"`{directory}` does not fit this run: missing {missing[:3]}, unexpected {extra[:3]}; go on with the "
+            f"version that started the run, or {_ANEW}"
+        )
     load_weights(engine, read_weights(directory), str(directory))
     moments = {name: {key: tensors[f"{name}.{key}"] for key in MOMENTS} for name in engine.parameters}
     engine.set_moments(moments, step)

@@ -116,7 +116,10 @@ class CompressedLM(TemplateLM):
     def eot_token_id(self) -> int:
         ends = sorted(end_tokens(self.model, self.tokenizer))
         if not ends:
-            raise UserError("this model has no token that ends a text, with which a text without context begins here")
+            raise UserError(
+                "this model has no token that ends a text, with which a text without context begins here; give its "
+                "tokenizer an `eos_token`"
+            )
         return ends[0] if self.tokenizer.eos_token_id is None else self.tokenizer.eos_token_id
 
     @property
@@ -227,7 +230,10 @@ class CompressedLM(TemplateLM):
             text, options = request.args
             options = normalize_gen_kwargs(options, _NEW_TOKENS)
             if options["do_sample"]:
-                raise UserError(f"text is generated greedily here, and the task asks for sampling: {options}")
+                raise UserError(
+                    f"text is generated greedily here, and the task asks for sampling: {options}; give `--gen_kwargs "
+                    f"do_sample=False`, or leave the task out"
+                )
             ends, count = [end for end in options["until"] if end], options["max_gen_toks"]
             if count >= self.max_length:
                 raise UserError(

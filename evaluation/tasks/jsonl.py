@@ -100,8 +100,8 @@ def read_rows(path: str) -> list[Row]:
         except ValueError as error:
             raise UserError(f"`{path}`: line {number} is not JSON ({error}); a line must hold one object") from error
         if not isinstance(row, dict):
-            raise UserError(f"`{path}`: line {number} is not an object, got {row!r}")
+            raise UserError(f"`{path}`: line {number} must hold one object; got {type(row).__name__}; check `file`")
         rows.append(Row(values=row, path=path, number=len(rows) + 1))
     if not rows:
-        raise UserError(f"`{path}` has no rows")
+        raise UserError(f"`{path}` has no rows; check `file`")
     return rows

@@ -109,6 +109,12 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     path.write_text('{"a": 1}\nnot json\n')
     with pytest.raises(UserError, match="line 2 is not JSON"):
         read_choices("piqa", str(path))
+    path.write_text('{"a": 1}\n["one", "two"]\n')
+    with pytest.raises(UserError, match="line 2 must hold one object; got list; check `file`"):
+        read_choices("piqa", str(path))
+    path.write_text("\n")
+    with pytest.raises(UserError, match="x.jsonl` has no rows; check `file`"):
+        read_choices("piqa", str(path))
     path.write_bytes("é".encode("latin1"))
     with pytest.raises(UserError, match="is not UTF-8 text"):
         read_choices("piqa", str(path))

@@ -218,8 +218,19 @@ def test_text_is_generated_until_it_says_so(model):
     assert cut == answer.split(answer[3])[0]
     [uncut] = lm.generate_until(requests("generate_until", (prompt, {"until": ["", "\0"], "max_gen_toks": 10})))
     assert uncut == answer
-    with pytest.raises(UserError, match="greedily"):
+    with pytest.raises(UserError, match="greedily.*`--gen_kwargs do_sample=False`"):
         lm.generate_until(requests("generate_until", (prompt, {"do_sample": True})))
+
+
+def test_a_tokenizer_needs_a_token_that_ends_a_text(model, monkeypatch):
+    tokenizer = byte_tokenizer()
+    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
+    lm = CompressedLM(model=model, tokenizer=tokenizer, make_cache=lambda: full_cache(model))
+    tokenizer.eos_token = None
+    with pytest.raises(UserError, match="no token that ends a text.*give its tokenizer an `eos_token`"):
+        lm.prefix_token_id  # noqa: B018
+    tokenizer.eos_token = "<end>"
+    assert lm.prefix_token_id == tokenizer.eos_token_id
 
 
 def with_special_token(name, number):

@@ -328,6 +328,9 @@ def test_a_file_of_another_form_is_named(tmp_path):
     path.write_text("[1]")
     with pytest.raises(UserError, match="is not squad's published JSON"):
         ruler_task("qa_1", file=str(path))
+    path.write_text('{"data": []}')
+    with pytest.raises(UserError, match="squad.json` has no question with an answer; check `file`"):
+        ruler_task("qa_1", file=str(path))
 
 
 def test_a_length_that_is_too_short_is_refused(tokenizer):

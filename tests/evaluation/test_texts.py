@@ -11,6 +11,7 @@ from evaluation.scores import rows_of
 from evaluation.tasks.registry import TaskConfig
 from evaluation.texts import TextConfig, documents_told, read_texts
 from lowrank_kv.utils.config import build
+from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.intervals import LEAST_DOCUMENTS, interval
 
 
@@ -54,6 +55,14 @@ def test_windows_of_a_texts_first_tokens_may_be_of_one_document_and_say_so(writt
 def test_a_window_over_the_end_of_a_document_is_of_the_one_that_most_of_it_is_of_and_says_so(written):
     _, told = windows_of_file(written(29, 9, 80), 40, 3)
     assert told == {"of": [0, 2, 2], "touched": [2, 1, 1]}
+
+
+def test_texts_none_of_which_is_there_are_named():
+    texts = [TextConfig(label=name, name=f"/nowhere/{name}.txt", optional=True) for name in ("a", "b")]
+    with pytest.raises(
+        UserError, match="is there: /nowhere/a.txt, /nowhere/b.txt; put one .*, or give others as `texts`"
+    ):
+        read_texts(texts, byte_tokenizer(), 50, 1)
 
 
 @pytest.fixture

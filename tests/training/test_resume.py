@@ -6,11 +6,14 @@ import shutil
 import signal
 import subprocess
 import time
+import types
 
 import pytest
+import torch
 import yaml
 from methods import calibration_of
 from ready_python import program
+from safetensors.torch import save_file
 from training_runs import PLANNED, ROOT, SINGLE_THREAD, losses, merged, train_here
 
 from dynakv.training_config import TrainConfig
@@ -18,7 +21,7 @@ from lowrank_kv.hf.loading import load_model
 from lowrank_kv.utils.config import build, to_dict
 from lowrank_kv.utils.errors import UserError
 from training.initialization import DEFAULT_PRICE
-from training.resumable_state import check_same_run, saved_states, step_directory
+from training.resumable_state import OPTIMIZER, check_same_run, load_into, saved_states, step_directory
 from training.run_state import check_settled
 
 TEXT = {"dataset": {"heldout_share": 0.2, "streaming": True, "shuffle_buffer": 8}}
@@ -196,6 +199,13 @@ def test_a_run_cannot_be_shortened_below_what_it_has_done(training_values, whole
     with pytest.raises(UserError, match="`optimizer.steps` is 5, and the resumed run has done 8 steps"):
         train_here(training_values, output, resume=True, optimizer={"steps": 5}, **TEXT)
     assert (output / "checkpoint").exists()
+
+
+def test_moments_of_other_parameters_are_refused(tmp_path):
+    save_file({"there.exp_avg": torch.zeros(1)}, tmp_path / OPTIMIZER)
+    message = r"missing \['here.exp_avg', 'here.exp_avg_sq'\], unexpected \['there.exp_avg'\]; go on with the version"
+    with pytest.raises(UserError, match=message):
+        load_into(types.SimpleNamespace(parameters={"here": None}), tmp_path, 1)
 
 
 def test_when_all_are_damaged_there_is_nothing_to_resume(training_values, whole, tmp_path):

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ class DocumentTask(RulerTask):
             for text, answers, needed, related in found
         ]
         if not questions:
-            raise UserError(f"`{path}` has no question with an answer")
+            raise UserError(f"`{path}` has no question with an answer; check `file`: the published one has some")
         return cls(documents=tuple(numbers), questions=tuple(questions))
 
     def num_indices(self, count: int) -> int:
@@ -101,10 +101,10 @@ class DocumentTask(RulerTask):
         )
 
 
-_Row = tuple[str, list[str], list[str], list[str]]
+_Row = tuple[str, list[str], list[str], list[str]]  # question, answers, documents needed, documents related
 
 
-def _squad(content: Any, path: str) -> Iterator[_Row]:
+def _squad(content: Any) -> Iterator[_Row]:
     for article in content["data"]:
         paragraphs = [paragraph["context"] for paragraph in article["paragraphs"]]
         for paragraph in article["paragraphs"]:
@@ -114,17 +114,19 @@ def _squad(content: Any, path: str) -> Iterator[_Row]:
                     yield question["question"], answers, [paragraph["context"]], paragraphs
 
 
-def _hotpotqa(content: Any, path: str) -> Iterator[_Row]:
+def _hotpotqa(content: Any) -> Iterator[_Row]:
     for row in content:
         documents = {title: f"{title}\n{''.join(sentences)}" for title, sentences in row["context"]}
         needed = [documents[title] for title, _ in row["supporting_facts"] if title in documents]
         yield row["question"], [row["answer"]], needed, list(documents.values())
 
 
-def _rows(read: Any) -> Any:
+def _rows(read: Callable[[Any], Iterator[_Row]]) -> Callable[[Any, str], list[_Row]]:
+    """The same with its rows in a list, and an error that names the file where that is of another form."""
+
     def call(content: Any, path: str) -> list[_Row]:
         try:
-            return list(read(content, path))
+            return list(read(content))
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f"`{path}` is not {read.__name__.strip('_')}'s published JSON ({type(error).__name__}: {error}); download "
