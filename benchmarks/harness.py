@@ -106,7 +106,8 @@ def write_results(
         name: of the benchmark.
         settings: its arguments, which name a `device`, and what it measured of the machine.
         rows: one for each method.
-        model: uncompressed; None where none is run.
+        model: uncompressed, or its shape (:func:`lowrank_kv.hf.loading.load_shape`) where servers run it; None where no
+            model is run.
     """
     settings = {key: value for key, value in settings.items() if key != "results"}
     inputs = [path_input(role, settings[role]) for role in ("checkpoint", "bases") if settings.get(role)]

@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks.harness import count, in_turns, write_results
 from benchmarks.openai_server import COMPRESSED, STOCK, Answer, Server, Watch, add_settings, settings_words
-from lowrank_kv.hf.loading import load_tokenizer
+from lowrank_kv.hf.loading import load_shape, load_tokenizer
 from lowrank_kv.utils import cli
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.paths import demo_model, home
@@ -44,7 +44,7 @@ _BITS = {"float32": 32, "bfloat16": 16}
 
 def main(argv: Sequence[str]) -> None:
     arguments = _parser().parse_args(argv)
-    prompts = _Prompts(arguments)
+    prompts, shape = _Prompts(arguments), load_shape(arguments.model)
     environment = {"VLLM_LOGGING_LEVEL": "INFO", "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
     with contextlib.ExitStack() as stack:
         logs = Path(arguments.logs or stack.enter_context(tempfile.TemporaryDirectory()))
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
     for row in rows:
         print(_LINE.format(**row))
     if arguments.results:
-        write_results(arguments.results, "serving", {**vars(arguments), "device": "cpu"}, rows)
+        write_results(arguments.results, "serving", {**vars(arguments), "device": "cpu"}, rows, model=shape)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -32,7 +32,7 @@ from benchmarks.harness import count, write_results
 from benchmarks.openai_server import COMPRESSED, Answer, Server, add_settings, settings_words
 from benchmarks.right_texts import Distance, Expected, Reference, Text, controls, limits
 from dynakv.checkpoint_files import read_config
-from lowrank_kv.hf.loading import load_model, load_tokenizer
+from lowrank_kv.hf.loading import load_model, load_shape, load_tokenizer
 from lowrank_kv.utils import cli
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.paths import demo_model, home
@@ -111,7 +111,7 @@ class Clients:
 def main(argv: Sequence[str]) -> None:
     arguments = _parser().parse_args(argv)
     arguments.prefill = PREFILL
-    reference, prompts = _reference(arguments)
+    shape, (reference, prompts) = load_shape(arguments.model), _reference(arguments)
     with progress_bar(prompts, unit="prompt", desc="reading the reference") as bar:
         expected = [reference.expected(prompt, arguments.tokens) for prompt in bar]
     allowed = limits(expected)
@@ -124,7 +124,7 @@ def main(argv: Sequence[str]) -> None:
     row |= {**_of_limits(allowed), **_judged(expected, found, allowed), **told}
     print(_line(row))
     if arguments.results:
-        write_results(arguments.results, "soak", {**vars(arguments), "device": "cpu"}, [row])
+        write_results(arguments.results, "soak", {**vars(arguments), "device": "cpu"}, [row], model=shape)
     if reasons := faults(row, arguments.minutes):
         print(f"failed: {'; '.join(reasons)}")
         sys.exit(1)

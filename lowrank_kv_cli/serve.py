@@ -34,17 +34,17 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--model", required=True, metavar="ID", help="hub id or directory")
     types = typing.get_type_hints(ServingConfig)
     for field in dataclasses.fields(ServingConfig):
-        option = "--" + field.name.replace("_", "-")
+        option, told = "--" + field.name.replace("_", "-"), field.metadata["help"].replace("%", "%%")
         [of] = {*typing.get_args(types[field.name]), types[field.name]} & {str, int, float, bool}
         if of is bool:
-            parser.add_argument(option, action="store_const", const=True, help=field.metadata["help"])
+            parser.add_argument(option, action="store_const", const=True, help=told)
             continue
         parser.add_argument(
             option,
             type=of,
             choices=field.metadata["choices"] or None,
             metavar=None if field.metadata["choices"] else (field.metadata["unit"] or of.__name__).upper(),
-            help=field.metadata["help"].replace("%", "%%"),
+            help=told,
         )
     arguments, rest = parser.parse_known_args(argv)
     model = hub_id_or_directory(arguments.model)

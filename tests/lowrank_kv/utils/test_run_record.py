@@ -8,7 +8,7 @@ import pytest
 import torch
 from methods import tiny_model
 
-from lowrank_kv.hf.loading import load_model
+from lowrank_kv.hf.loading import load_model, load_shape
 from lowrank_kv.utils import provenance, run_record
 from lowrank_kv.utils.run_record import RecordError
 
@@ -211,6 +211,7 @@ def test_a_configuration_is_the_same_wherever_a_model_lies_and_however_it_is_loa
         model.save_pretrained(tmp_path / name)
     first = provenance.model_input(load_model(str(tmp_path / "one/tiny")))
     assert first == provenance.model_input(load_model(str(tmp_path / "two/tiny"), dtype="bfloat16"))
+    assert first == provenance.model_input(load_shape(str(tmp_path / "two/tiny")))
     assert first["name"] == "tiny"
     assert first["sha256"] != provenance.model_input(tiny_model(num_hidden_layers=1))["sha256"]
 
