@@ -8,6 +8,7 @@ from paged_rows import FORMS, LAYOUTS, LEVELS, RANKED, WIDTH, coefficients, layo
 
 from lowrank_kv.stores.arena import PageLayout, SideLayout, levels_of, read_rows, write_rows
 from lowrank_kv.stores.bit_plan import BitPlan
+from lowrank_kv.stores.token_plans import TokenPlans
 from lowrank_kv.utils.errors import UserError
 
 PIECES = st.lists(st.integers(1, 40), min_size=1, max_size=6)
@@ -91,6 +92,92 @@ def test_rewritten_rows_take_the_later_ones_with_them(classes, kept, seed):
     written(side, fresh_Y, coef_NC, [], True, rank_N)
     for found, expected in zip(used(side, page_Y, 30), used(side, fresh_Y, 30), strict=True):
         assert torch.equal(found, expected)
+
+
+def tokens_that_ask(side: SideLayout, count: int, seed: int, much: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Coefficients, and ranks where rows have some; if they ask for `much`, pages are full long before their end."""
+    coef_NC, rank_N = coefficients(count, seed), ranks(side.row_format, count, seed)
+    if much and isinstance(side.row_format, TokenPlans):
+        coef_NC += 3 * side.row_format.gate.linear_C
+    if much and rank_N is not None:
+        rank_N = torch.full_like(rank_N, side.row_format.num_coefficients)
+    return coef_NC, rank_N
+
+
+def written_sequence(
+    side: SideLayout,
+    page_PY: list[torch.Tensor],
+    coef_TC: torch.Tensor,
+    rank_T: torch.Tensor | None,
+    pieces: list[int],
+    first: int = 0,
+) -> None:
+    """Writes a sequence's tokens from `first` on, piece by piece as a server's steps divide them; a piece may begin and end
+    in any of the pages."""
+    while first < len(coef_TC):
+        end = min(first + pieces[0], len(coef_TC)) if pieces else len(coef_TC)
+        pieces = pieces[1:]
+        while first < end:
+            page = first // side.block_size
+            # A sequence's first tokens are exact, and have no rows.
+            skipped = side.num_sinks if page == 0 else 0
+            row, stop = first % side.block_size - skipped, min(end, (page + 1) * side.block_size)
+            rows = slice(first - min(row, 0), stop)
+            rank_N = None if rank_T is None else rank_T[rows]
+            write_rows(side, page_PY[page], max(row, 0), coef_TC[rows], is_first=page == 0, rank_N=rank_N)
+            first = stop
+
+
+def read_sequence(side: SideLayout, page_PY: list[torch.Tensor], tokens: int) -> torch.Tensor:
+    """All rows of a sequence, page behind page."""
+    found, left = [], tokens - side.num_sinks
+    for page, page_Y in enumerate(page_PY):
+        count = min(left, side.row_capacity(is_first=page == 0))
+        found.append(read_rows(side, page_Y, count))
+        left -= count
+    return torch.cat(found)
+
+
+@settings(deadline=None, max_examples=12)
+@given(
+    classes=st.sampled_from([2, 4, "floats", "int8", "int4", "fixed"]),
+    num_sinks=st.integers(0, 4),
+    margin=st.sampled_from([0.0, 0.1]),
+    lengths=st.tuples(st.integers(1, 36), st.integers(1, 36)),
+    pieces=st.tuples(PIECES, PIECES, PIECES),
+    writer=st.integers(0, 1),
+    much=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_sequences_that_begin_alike_may_share_a_page(classes, num_sinks, margin, lengths, pieces, writer, much, seed):
+    """Whichever of the two writes the shared page, and however either is divided, its bytes are the same; and reading both
+    sequences gives what pages of their own give."""
+    block_size = 32
+    layout = layout_of(classes, block_size=block_size, num_sinks=num_sinks, margin=margin)
+    for side in (layout.keys, layout.values):
+        prefix, rests = (
+            tokens_that_ask(side, count, seed + i, much) for i, count in enumerate((block_size, max(lengths)))
+        )
+        ends = [slice(length) for length in lengths]
+        coef_STC = [torch.cat([prefix[0], rests[0].roll(s, 0)[end]]) for s, end in enumerate(ends)]
+        rank_ST = [
+            None if prefix[1] is None else torch.cat([prefix[1], rests[1].roll(s, 0)[end]])
+            for s, end in enumerate(ends)
+        ]
+        own_SPY = [[blank(layout) for _ in range(0, len(coef_TC), block_size)] for coef_TC in coef_STC]
+        for s in range(2):
+            written_sequence(side, own_SPY[s], coef_STC[s], rank_ST[s], pieces[s])
+        assert torch.equal(own_SPY[0][0], own_SPY[1][0])
+
+        # One finds its beginning in the other's first page, and writes what follows it, in other pieces than before.
+        reader, shared_Y = 1 - writer, own_SPY[writer][0].clone()
+        found_PY = [shared_Y, *(blank(layout) for _ in own_SPY[reader][1:])]
+        written_sequence(side, found_PY, coef_STC[reader], rank_ST[reader], pieces[2], first=block_size)
+        assert torch.equal(shared_Y, own_SPY[writer][0]), "nothing is written into what is shared"
+        assert all(map(torch.equal, found_PY, own_SPY[reader]))
+        for s, page_PY in ((writer, [shared_Y, *own_SPY[writer][1:]]), (reader, found_PY)):
+            tokens = len(coef_STC[s])
+            assert torch.equal(read_sequence(side, page_PY, tokens), read_sequence(side, own_SPY[s], tokens))
 
 
 def test_rows_are_read_as_their_plan_rounds_them():
