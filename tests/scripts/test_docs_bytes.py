@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from lowrank_kv.hf.cache.windowed.own_directions import OwnDirections
 from lowrank_kv.hf.cache.windowed.planned_sequence import PlannedSequence
 from lowrank_kv.hf.cache.windowed.retention import RetentionSchedule
 from lowrank_kv.hf.geometry import KVGeometry
 from lowrank_kv.hf.rope import POSITION_BYTES
 from ojakv import OjaKVConfig
 from ojakv.basis_plan import plan_of_shapes
-from ojakv.planned_bytes import break_even_tokens
+from ojakv.planned_bytes import break_even_tokens, planned_nbytes
 
 PAGE = Path(__file__).parents[2] / "docs/bytes.md"
 BF16, TOKENS, MIB = 2, 32_768, 2**20
@@ -46,6 +47,42 @@ def planned(layers: int, heads: int, head_dim: int) -> list[int]:
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_table_of_shapes_says_what_is_planned(name):
     assert row_of(name, "## By model shape") == planned(*SHAPES[name])
+
+
+def own_nbytes(name: str, rate: float) -> tuple[int, float]:
+    """What a sequence has of its own at a shape: directions of `adaptive-mixed`, and bases of `ojakv-joint`."""
+    layers, heads, head_dim = SHAPES[name]
+    geometry = KVGeometry(layers=tuple(range(layers)), num_kv_heads=heads, head_dim=head_dim)
+    directions = OwnDirections.nbytes(geometry.width, OjaKVConfig.preset("adaptive-mixed").own_directions)
+    # A basis that follows the text is what a cache holds beyond one whose bases stay as they are.
+    online, fixed = (
+        planned_nbytes(
+            plan_of_shapes(geometry, OjaKVConfig.preset("ojakv-joint", rate=rate, ranks="fraction", tracker=tracker)),
+            prompt=1024,
+            tokens=1024,
+            itemsize=BF16,
+        )
+        for tracker in ("oja", "fixed")
+    )
+    return 2 * layers * directions, online - fixed
+
+
+@pytest.mark.parametrize("name", ["SmolLM2-135M", "Llama-3.1-8B"])
+@pytest.mark.parametrize("rate", [0.1, 0.3, OjaKVConfig.preset("ojakv-joint").rate])
+def test_own_directions_hold_at_most_a_tenth_of_what_own_bases_hold(name, rate):
+    directions, bases = own_nbytes(name, rate)
+    assert 0 < directions <= bases / 10
+
+
+def test_the_page_says_what_own_directions_hold():
+    page = " ".join(PAGE.read_text(encoding="utf-8").split())
+    said = re.search(
+        r"All together that is (\d+) KiB at the shapes of SmolLM2-135M and (\d+) KiB at those of Llama-3.1-8B", page
+    )
+    found = {name: own_nbytes(name, 0.3) for name in ("SmolLM2-135M", "Llama-3.1-8B")}
+    assert [int(each) for each in said.groups()] == [round(directions / 1024) for directions, _ in found.values()]
+    [share] = map(int, re.findall(r"at most a (\d+)th of what a sequence's bases of `ojakv-joint`", page))
+    assert share == int(min(bases / directions for directions, bases in found.values()))
 
 
 @pytest.mark.parametrize("name", ["SmolLM2-135M", "Qwen2.5-7B", "Llama-3.1-8B", "Llama-3.1-70B"])
