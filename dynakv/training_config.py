@@ -250,6 +250,12 @@ class TrainConfig:
     )
     log_every: int = option(1, help="steps between TensorBoard rows", unit="steps")
     heldout_blocks: int = option(4, help="held-out sequences measured at the end", unit="sequences")
+    heldout_every: int = option(
+        0,
+        help="steps between measurements of the held-out texts, of which the one of least mean KL says what the run ends "
+        "with; 0 measures at the end only, and ends with the last step",
+        unit="steps",
+    )
     full_checkpoint: bool = option(False, help="also write backbone and compressor together, for from_pretrained")
     dataset: DatasetConfig = section(DatasetConfig)
     calibration: CalibrationConfig = section(CalibrationConfig)
@@ -264,6 +270,7 @@ class TrainConfig:
         self._fill_in()
         require(self.keep_checkpoints >= 1, "keep_checkpoints", self.keep_checkpoints, "at least 1")
         self._check_average()
+        self._check_selection()
         check_seed(self.seed, "seed")
         require(self.log_every >= 1, "log_every", self.log_every, "at least 1")
         require(self.threads is None or self.threads >= 1, "threads", self.threads, "at least 1, or null")
@@ -371,3 +378,19 @@ class TrainConfig:
         if count:
             written = self.optimizer.steps // self.checkpoint_every if self.checkpoint_every else 0
             require(count <= written, key, count, f"at most the {written} that `checkpoint_every` writes in a run")
+
+    def _check_selection(self) -> None:
+        every, saved, steps = self.heldout_every, self.checkpoint_every, self.optimizer.steps
+        require(0 <= every <= steps, "heldout_every", every, f"from 0 to `optimizer.steps`, {steps}")
+        is_measured = bool(self.heldout_blocks and (self.dataset.heldout or self.dataset.heldout_share))
+        is_held = not self.compressor.has_price or self.rate.target_retain_rate is not None
+        for holds, remedy in (
+            (is_measured, "0 without text to measure: give `dataset.heldout` or `dataset.heldout_share`"),
+            (
+                saved and every % saved == 0,
+                f"a multiple of `checkpoint_every`, {saved}, whose states hold what is best",
+            ),
+            (is_held, "0 at a fixed price, where what keeps most is nearest: give `rate.target_retain_rate`"),
+            (self.trainable != FULL, "0 with `trainable: full`, which leaves no uncompressed model to be near to"),
+        ):
+            require(not every or holds, "heldout_every", every, remedy)

@@ -15,14 +15,16 @@ from .engine import Engine
 from .resumable_state import load_weights, read_progress, read_weights, saved_states
 
 
-def load_mean(engine: Engine, root: Path, count: int) -> list[int]:
-    """Fill a prepared engine's parameters with their means over the newest `count` states; every process must call this.
+def load_mean(engine: Engine, root: Path, count: int, *, until: int) -> list[int]:
+    """Fill a prepared engine's parameters with their means over the newest `count` states up to a step; every process must
+    call this.
 
     A damaged state is skipped with a warning on stderr, and having fewer than `count` is only warned of, so that a missing
     state does not lose the run.
 
     Args:
         root: directory of all states.
+        until: the last step whose state counts.
 
     Returns:
         The steps after which those states were written.
@@ -31,7 +33,7 @@ def load_mean(engine: Engine, root: Path, count: int) -> list[int]:
         UserError: there is no undamaged state.
     """
     found: dict[int, Path] = {}
-    for directory in reversed(saved_states(root)):
+    for directory in reversed(saved_states(root, until=until)):
         if len(found) == count:
             break
         try:

@@ -1,32 +1,26 @@
-"""The end of a run: average its checkpoints, calibrate the threshold, measure held-out text, save what was trained."""
+"""The end of a run: settle and measure what its last step left, or its best one, and save that."""
 
-import math
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 import dynakv
-from dynakv.config import NESTED, SOFT_THRESHOLD
 from dynakv.known_texts import TEXTS_READ
-from dynakv.training_config import COMPRESSOR, TrainConfig
+from dynakv.training_config import COMPRESSOR
 
-from .checkpoint_averaging import load_mean
-from .class_shares import has_classes, measure_class_shares
+from .best_step import load_best
 from .data import Batch, TrainingBlocks
 from .data_sources import labels_of
+from .ending import settle_and_measure
 from .engine import Engine
 from .model_card import write_card
-from .nested_ranks import allocate_ranks
 from .optimizer import merged_state
 from .reporting import Reporter, write_summary
 from .run_records import write_record
 from .run_state import RunState
-from .soft_thresholds import fix_ranks_if_due
-from .stream_places import readers_of
-from .threshold_calibration import calibrate_threshold
-from .validation import measure
+from .selection import SELECTED
 
 # Directories of a run.
 CHECKPOINT, STATES, FULL_CHECKPOINT = "checkpoint", "states", "full"
@@ -60,20 +54,23 @@ def finish(
         "target_retain_rate": config.rate.target_retain_rate,
         TEXTS_READ: run.texts_read,
     }
-    if config.average_checkpoints:
-        summary["averaged_steps"] = load_mean(engine, output / STATES, config.average_checkpoints)
-    if config.compressor.rank_policy == SOFT_THRESHOLD:
-        fix_ranks_if_due(engine, config.optimizer.steps)
-    # All processes calibrate on the same text: what the first would train on next.
-    following = stream.shard(
-        world=engine.world if run.places.has_own_documents else 1,
-        start=run.step * engine.blocks_per_step,
-        workers=readers_of(config),
-        places=run.places.saved[0],
-    )
+    step, places = run.step, run.places.saved[0]
+    best = load_best(engine, run, output / STATES)
+    if best is not None:
+        step, places = best["step"], best["places"][0]
+        summary["alpha"] = best["controller"]["alpha"]
+    if config.heldout_every:
+        summary |= {SELECTED: step, **run.selection.progress()}
     engine.wrapped.eval()
-    with engine.computing():
-        summary |= _calibrate_and_measure(engine.model, config, following, heldout, reporter)
+    summary |= settle_and_measure(
+        engine,
+        stream,
+        heldout,
+        output / STATES,
+        step=step,
+        places=places,
+        note=lambda name, values: reporter.note(name, values, step),
+    )
     reporter.close()
     checkpoints = _save(engine, tokenizer, output, summary)
     if engine.main:
@@ -83,35 +80,6 @@ def finish(
     engine.accelerator.wait_for_everyone()
     engine.accelerator.end_training()
     return checkpoints[0]
-
-
-def _calibrate_and_measure(
-    model: PreTrainedModel,
-    config: TrainConfig,
-    following: TrainingBlocks,
-    heldout: dict[str, list[Batch]],
-    reporter: Reporter,
-) -> dict[str, Any]:
-    """Bring the hard rate to its target on the `following` training text, or measure there what a plan takes, then measure
-    every held-out text."""
-    found, step = {"heldout": {}}, config.optimizer.steps
-    rate, is_nested = config.rate, config.compressor.rank_policy == NESTED
-    is_classed = any(map(has_classes, dynakv.token_compressors(model)))
-    if config.calibrates_threshold or is_nested or is_classed:
-        blocks = following.first(math.ceil(rate.calibrate_threshold_tokens / config.dataset.sequence_length))
-        if is_classed:
-            key, values = "measured_classes", measure_class_shares(model, blocks, "the training text")
-        elif is_nested:
-            key, values = "allocated_ranks", {"hard_rate": allocate_ranks(model, blocks, rate.target_retain_rate)}
-        else:
-            key = "calibrated_threshold"
-            values = calibrate_threshold(model, blocks, rate.target_retain_rate, floor=rate.layer_floor)
-        found[key] = values
-        reporter.note(key, values, step)
-    for name, batches in heldout.items():
-        found["heldout"][name] = measure(model, batches)
-        reporter.note(f"held out, {name}", found["heldout"][name], step)
-    return found
 
 
 def _save(engine: Engine, tokenizer: PreTrainedTokenizerBase, output: Path, summary: dict[str, Any]) -> list[Path]:

@@ -25,6 +25,7 @@ from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.flops import matmul_flops
 from lowrank_kv.utils.run_lock import run_lock
 
+from .best_step import measure_if_due
 from .data import Batch, TrainingBlocks
 from .data_sources import heldout_blocks, labels_of, training_stream
 from .distillation import uncompressed
@@ -108,6 +109,8 @@ def _train(config: TrainConfig, resume: bool) -> Path:
             _tell_of_changed_settings(saved[1], config, reporter)
         sentence = tokenizer(config.report.sentence or SENTENCE)["input_ids"]
         begin_training(engine)
+        of_heldout = (stream.apart() if config.heldout_every else stream), heldout, states, reporter
+        measure_if_due(engine, run, *of_heldout)  # a run may have been stopped between a state and its measurement
         while run.step < steps:
             _schedule(engine, run.step)
             passes = config.optimizer.gradient_accumulation_steps
@@ -127,7 +130,9 @@ def _train(config: TrainConfig, resume: bool) -> Path:
             if is_due or is_last:
                 _check_projections(engine, run)
                 progress = run.progress(engine) | {"run_id": record["run_id"], "inputs": record["inputs"]}
-                save_state(states, run.step, engine, progress, config.keep_checkpoints)
+                also = run.selection.states_kept
+                save_state(states, run.step, engine, progress, config.keep_checkpoints, also)
+            measure_if_due(engine, run, *of_heldout)
         return finish(engine, run, stream, heldout, tokenizer, reporter, record)
 
 

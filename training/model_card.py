@@ -115,9 +115,11 @@ def _figures(config: TrainConfig, summary: Mapping[str, Any]) -> list[str]:
 
 def _making(config: TrainConfig, record: Mapping[str, Any], summary: Mapping[str, Any], texts: list[str]) -> list[str]:
     target = config.rate.target_retain_rate
+    every, steps = config.heldout_every, f"{summary['tokens']:,} in {summary['steps']:,} steps"
+    selected = f"; this is what step {summary['selected_step']:,} left" if every else ""
     facts = {
         "texts": ", ".join(f"`{text}`" for text in texts),
-        "tokens": f"{summary['tokens']:,} in {summary['steps']:,} steps",
+        "tokens": f"{steps}{selected}",
         "read more than once": ", ".join(name for name, rounds in summary["rounds"].items() if rounds > 1) or "none",
         "target rate": "none" if target is None else f"{target:g}",
         "ranks": f"`rank_policy: {config.compressor.rank_policy}`",

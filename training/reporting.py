@@ -1,6 +1,7 @@
 """Reports of a running training: a progress bar, TensorBoard, and lines of JSON; and the summary of a finished one.
 
-`metrics.jsonl` has a line every `log_every` steps. `inspections.jsonl` has one for every inspection of layers and tokens:
+`metrics.jsonl` has a line every `log_every` steps, and one for what was measured on held-out text, every `heldout_every`
+steps. `inspections.jsonl` has one for every inspection of layers and tokens:
 gate entropy, conditioning of every U, and the retain rate of each token of the fixed sentence in each layer (Figures 4
 and 5).
 
@@ -135,6 +136,19 @@ class Reporter:
         row |= {"inversion_error": found.inversion_error_L2.tolist(), "tokens": tokens}
         row |= {f"rate_{side}": found.rate_L2T[:, i].tolist() for i, side in enumerate(("keys", "values"))}
         _append(self.inspections, row)
+
+    def heldout(self, entry: dict[str, Any], *, is_best: bool) -> None:
+        """Report what was measured on held-out text after a step, an entry of :class:`training.selection.Selection`."""
+        if not self.enabled:
+            return
+        step, kl, rate, texts = (entry[key] for key in ("step", "kl", "rate", "texts"))
+        with writing(self.directory):
+            for name, values in (("mean", {"kl": kl, "rate": rate}), *texts.items()):
+                for key, value in values.items():
+                    self.writer.add_scalar(f"selection, {name}/{key}", value, step)
+            _append(self.metrics, {"step": step, "heldout_kl": kl, "heldout_rate": rate, "heldout": texts})
+        told = "the best so far" if is_best else "no better" if entry["is_accepted"] else "too far from the target rate"
+        self.bar.write(f"held out, step {step}: kl {kl:.4g} at a rate of {rate:.4g}, {told}")
 
     def note(self, name: str, values: dict[str, Any], step: int) -> None:
         """Report the numbers among values measured once."""

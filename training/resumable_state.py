@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 import zlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from dynakv.checkpoint import compressor_state, load_state, write_compressor
 from dynakv.checkpoint_files import WEIGHTS, read_state
-from lowrank_kv.utils.atomic_write import new_directory, put_back
+from lowrank_kv.utils.atomic_write import new_directory, put_back, write_text
 from lowrank_kv.utils.errors import UserError
 
 from .engine import MOMENTS, Engine
@@ -31,20 +32,23 @@ def step_directory(root: Path, step: int) -> Path:
     return root / f"step-{step:06d}"
 
 
-def saved_states(root: Path) -> list[Path]:
-    """Every state under `root` that was written to its end, oldest first."""
+def saved_states(root: Path, *, until: int | None = None) -> list[Path]:
+    """Every state under `root` that was written to its end, oldest first; of steps up to `until` only, if that is given."""
     if not root.is_dir():
         return []
     for aside in root.glob(".step-*-old-*"):
         put_back(root / aside.name[1:].partition("-old-")[0])
-    return sorted((path for path in root.iterdir() if re.fullmatch(r"step-\d+", path.name)), key=_step_of)
+    found = (path for path in root.iterdir() if re.fullmatch(r"step-\d+", path.name))
+    return sorted((path for path in found if until is None or _step_of(path) <= until), key=_step_of)
 
 
 def _step_of(state: Path) -> int:
     return int(state.name.removeprefix("step-"))
 
 
-def save_state(root: Path, step: int, engine: Engine, progress: dict[str, Any], keep: int) -> None:
+def save_state(
+    root: Path, step: int, engine: Engine, progress: dict[str, Any], keep: int, also: Collection[int] = ()
+) -> None:
     """Write the state after `step` steps and remove all but the newest `keep`; every process must call this.
 
     Args:
@@ -53,6 +57,7 @@ def save_state(root: Path, step: int, engine: Engine, progress: dict[str, Any], 
         engine: prepared.
         progress: the other entries that a resumed run needs, ready for JSON.
         keep: number of states kept.
+        also: steps whose states stay, too.
     """
     compressor = engine.compressor_parameters()
     compressor_ids = {id(parameter) for parameter in compressor}
@@ -74,12 +79,20 @@ def save_state(root: Path, step: int, engine: Engine, progress: dict[str, Any], 
             if backbone:
                 save_file(backbone, partial / BACKBONE)
             sums = {path.name: checksum(path) for path in sorted(partial.iterdir())}
-            entries = {"step": step, "checksums": sums, **progress}
-            text = json.dumps({**entries, CHECKSUM: _checksum_of(entries)}) + "\n"
-            (partial / PROGRESS).write_text(text, encoding="utf-8")
+            (partial / PROGRESS).write_text(_text_of({"step": step, "checksums": sums, **progress}), encoding="utf-8")
         for old in saved_states(root)[:-keep]:
-            shutil.rmtree(old)
+            if _step_of(old) not in also:
+                shutil.rmtree(old)
     engine.accelerator.wait_for_everyone()
+
+
+def add_to_progress(directory: Path, entries: dict[str, Any]) -> None:
+    """Add progress entries to a state, which has them or not at any time. Raises :class:`UserError` where it is damaged."""
+    write_text(directory / PROGRESS, _text_of(read_progress(directory) | entries))
+
+
+def _text_of(entries: dict[str, Any]) -> str:
+    return json.dumps({**entries, CHECKSUM: _checksum_of(entries)}) + "\n"
 
 
 def checksum(path: Path) -> int:

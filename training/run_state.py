@@ -17,6 +17,7 @@ from .engine import Engine
 from .initialization import DEFAULT_PRICE, initialize
 from .resumable_state import check_same_run, drop_later_states, load_into, newest_state
 from .run_records import check_same_texts
+from .selection import Selection
 from .soft_thresholds import has_fixed_ranks, learn_again, learns_at, warn_of_fixed_ranks
 from .stream_places import StreamPlaces
 from .texts_read import texts_of_run
@@ -33,6 +34,7 @@ class RunState:
         controller: holds α.
         guard: stops the run if it diverges.
         texts_read: records of the texts that its compressors come from (:func:`training.texts_read.texts_of_run`).
+        selection: what was measured on held-out text so far.
     """
 
     step: int
@@ -41,6 +43,7 @@ class RunState:
     controller: RateController
     guard: DivergenceGuard
     texts_read: list[dict[str, Any]]
+    selection: Selection
 
     def progress(self, engine: Engine) -> dict[str, Any]:
         """The entries that :func:`resume_run` reads, ready for JSON."""
@@ -53,6 +56,7 @@ class RunState:
             "texts_read": self.texts_read,
             "config": to_dict(engine.config),
             **({"has_fixed_ranks": has_fixed_ranks(engine.model)} if _has_thresholds(engine.config) else {}),
+            **self.selection.progress(),
         }
 
 
@@ -107,6 +111,7 @@ def begin_run(
     places = StreamPlaces(engine, None)
     return RunState(
         step=0,
+        selection=Selection(engine.config),
         lr_projection=lr_projection,
         places=places,
         controller=controller,
@@ -146,6 +151,7 @@ def resume_run(
     controller = _controller(engine.config, **progress["controller"])
     return RunState(
         step=step,
+        selection=Selection.resumed(engine.config, progress, main=engine.main),
         lr_projection=lr_projection,
         places=places,
         controller=controller,

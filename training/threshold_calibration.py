@@ -19,7 +19,7 @@ from .validation import run_uncached
 # Further from the 0.1 that training used, another α is the honest remedy.
 LOWEST, HIGHEST = 0.02, 0.5
 _STEP = 0.001
-_FAR_OFF = 0.01
+FAR_OFF = 0.01  # of a target, from which a rate is no longer near it
 
 
 @torch.no_grad()
@@ -61,7 +61,7 @@ def calibrate_threshold(
         for side in sides:
             side.config = dataclasses.replace(side.config, threshold=threshold)
     rate = float(rate_SK.mean(dim=0)[index])
-    if abs(rate - target) > _FAR_OFF:
+    if abs(rate - target) > FAR_OFF:
         warnings.warn(
             f"the calibrated threshold leaves the hard rate at {rate:.3f}, for a target of {target:g}: no threshold in "
             f"[{LOWEST}, {HIGHEST}]"
