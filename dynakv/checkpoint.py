@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dynakv.attaching import add_compressors, detach, use_dynakv_cache
+from dynakv.attaching import add_compressors, check_can_open, detach, use_dynakv_cache
+from dynakv.attaching import open_gates as keep_everything
 from dynakv.checkpoint_files import (
     CONFIG,
     WEIGHTS,
@@ -112,7 +113,13 @@ def save_again(model: PreTrainedModel, directory: str | Path, summary: dict[str,
 
 
 def attach(
-    model: PreTrainedModel, directory: str | Path, *, self_check: bool = True, replace: bool = False, **overrides: Any
+    model: PreTrainedModel,
+    directory: str | Path,
+    *,
+    self_check: bool = True,
+    replace: bool = False,
+    open_gates: bool = False,
+    **overrides: Any,
 ) -> PreTrainedModel:
     """Put a compressor checkpoint on its base model; `generate()` then fills a :class:`dynakv.DynaKVCache` by itself, and
     `save_pretrained` writes a full checkpoint.
@@ -124,6 +131,8 @@ def attach(
             see :func:`lowrank_kv.hf.self_check.check_by_itself`.
         replace: take off what compresses the model already, as soon as the checkpoint is known to fit; else a model with
             compressors is refused.
+        open_gates: keep every coefficient of every token (:func:`dynakv.open_gates`): a control, which says what the trained
+            projections do to a text where nothing is dropped.
         overrides: keys of :class:`DynaKVConfig` that may differ from training, such as ``eviction={"keep_ratio": 0.3}``
             or, of gates, ``threshold=0.2``.
 
@@ -131,11 +140,14 @@ def attach(
 
     Raises:
         UserError: the checkpoint is damaged, or was made for a model of another shape, or an override is unknown, out of
-            range, or would change nothing; the model is then unchanged. Or the model does not pass the check; it is then
-            stock.
+            range, or would change nothing, or gates are to be opened that a plan of bits does not have; the model is then
+            unchanged. Or the model does not pass the check; it is then stock.
     """
+    check_type("open_gates", open_gates, bool, "true or false")
     config = read_config(directory)
     settings = config.compressor.overridden(**overrides)
+    if open_gates:
+        check_can_open(settings)
     _check_model(model, config, directory)
     state = checked_state(directory, config)
     if replace:
@@ -145,6 +157,8 @@ def attach(
     add_compressors(model, settings)
     try:
         load_state(model, state, str(directory))
+        if open_gates:
+            keep_everything(model)
         use_dynakv_cache(model)
         full_checkpoint.declare(model, METHOD, to_dict(settings))
     except BaseException:  # whatever ended it, an interrupt or want of memory, too, the model is stock again
