@@ -1,16 +1,18 @@
 """What cannot be served, found before the engine starts."""
 
 import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from lowrank_kv.hf.geometry import KVGeometry, geometry_of_config, warning_of_another
+from lowrank_kv.hf.rotary import family_rotates_neighbours
 from lowrank_kv.ops.native.library import WITHOUT_IT, library
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv_vllm.backend import PagedBackend
 from lowrank_kv_vllm.plans import first_layer, origin_of
 from lowrank_kv_vllm.prompts import HEAD_SIZES
-from lowrank_kv_vllm.rotation import ROPE_TYPES
+from lowrank_kv_vllm.rotation import OF_NEIGHBOURS, ROPE_TYPES
 from lowrank_kv_vllm.settings import KEY, ServingConfig
 from lowrank_kv_vllm.statistics import logger
 
@@ -122,12 +124,25 @@ def _check_model(config: VllmConfig, settings: ServingConfig) -> None:
             f"this {text_config.model_type} model rotates keys by `rope_type: {kind}`, whose angles do not depend on the "
             f"position alone; served are {', '.join(sorted(ROPE_TYPES))}"
         )
+    _check_family(text_config)
     made_for, made_on, what, remedy = origin_of(settings)
     geometry.check_equal(made_for, what)
     if current_platform.is_cpu():  # elsewhere vLLM may fork this process, and torch's threads do not outlive that
         _check_pages(config, settings, geometry)
     if warning := warning_of_another(config.model_config.model, made_on, what, remedy):
         logger.warning(warning)
+
+
+def _check_family(text_config: PreTrainedConfig) -> None:
+    """What transformers' code of a family tells about its rotation. Of a family that it does not know only the model says it
+    once it is loaded (:func:`lowrank_kv_vllm.rotation.rotation_of_model`), in a process whose errors vLLM only logs."""
+    if type(text_config) in MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(text_config, "rope_parameters", None):
+        raise UserError(
+            f"the configuration of this {text_config.model_type} model has no `rope_parameters`, and pages are served for "
+            f"models that rotate all keys by one table; serve a model such as Llama"
+        )
+    if family_rotates_neighbours(text_config):
+        raise UserError(f"this {text_config.model_type} model {OF_NEIGHBOURS}")
 
 
 def _check_pages(config: VllmConfig, settings: ServingConfig, geometry: KVGeometry) -> None:

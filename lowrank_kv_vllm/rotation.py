@@ -13,6 +13,11 @@ from lowrank_kv.ops import native
 from lowrank_kv.ops.rotation import RotaryTable
 from lowrank_kv.utils.errors import UserError
 
+# The end of a sentence about a model.
+OF_NEIGHBOURS = (
+    "rotates neighbouring dims of a head as pairs, as GPT-J does, which is not served; serve a model that pairs the halves "
+    "of a head, as Llama does"
+)
 # Kinds that rotate halves by a table that depends on nothing but the position, as configurations name them and as vLLM does.
 ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 _KINDS = ("RotaryEmbedding", "LinearScalingRotaryEmbedding", "Llama3RotaryEmbedding", "YaRNScalingRotaryEmbedding")
@@ -33,10 +38,7 @@ def rotation_of_model() -> RotaryTable:
     [rope] = found
     kind = type(rope).__name__
     if not rope.is_neox_style:
-        raise UserError(
-            "the model rotates neighbouring dims of a head as pairs, as GPT-J does, which is not served; serve a model that "
-            "pairs the halves of a head, as Llama does"
-        )
+        raise UserError(f"the model {OF_NEIGHBOURS}")
     if kind not in _KINDS:
         raise UserError(f"the model rotates keys by {kind}, which is not served; served are: {', '.join(_KINDS)}")
     return _table_of(rope)

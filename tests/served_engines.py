@@ -10,13 +10,17 @@ import pytest
 import torch
 from byte_tokenizer import byte_tokenizer
 from methods import calibration_of, tiny_model
-from transformers import PreTrainedModel
+from transformers import CohereConfig, CohereForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
 import dynakv
 from ojakv import Calibration, OjaKVCache, make_plan
 
 BLOCK, BATCHED, NEW = 32, 128, 24
 MEMORY = 64 << 20
+_SHAPE = {
+    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 257, "max_position_embeddings": 256},
+}
 
 
 class Files:
@@ -24,8 +28,7 @@ class Files:
 
     def __init__(self, directory: Path):
         self.directory, self.model = directory, tiny_model(head_dim=32, vocab_size=257)
-        self.model.save_pretrained(directory / "model")
-        byte_tokenizer().save_pretrained(directory / "model")
+        _save(self.model, directory / "model")
         calibration_of(self.model, read=True).save(directory / "bases", model="tiny", text=["random"])
         self.settings = {
             "bases": str(directory / "bases"),
@@ -65,6 +68,21 @@ def with_compressor(directory: Path, **overrides: Any) -> PreTrainedModel:
     """A twin of the model with a checkpoint's compressors."""
     model = tiny_model(head_dim=32, vocab_size=257)
     return dynakv.attach(model, directory, **overrides)
+
+
+def cohere(directory: Path) -> None:
+    """A model of the same shape whose keys are rotated in pairs of neighbouring dims, and a tokenizer."""
+    _save(CohereForCausalLM(CohereConfig(**_SHAPE, eos_token_id=0)), directory)
+
+
+def windowed(directory: Path) -> None:
+    """A model of the same shape with sliding windows, and a tokenizer."""
+    _save(MistralForCausalLM(MistralConfig(**_SHAPE, sliding_window=64)), directory)
+
+
+def _save(model: PreTrainedModel, directory: Path) -> None:
+    model.save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
 
 
 def arguments(files: Files, settings: dict[str, Any] | None = None, **changed: Any) -> dict[str, Any]:

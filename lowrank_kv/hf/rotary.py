@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
-from transformers import PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from lowrank_kv.hf.geometry import attention_modules, geometry_of
 from lowrank_kv.ops import native
@@ -210,6 +210,24 @@ def rotates_halves(function: Callable) -> bool:
         if theirs.shape != key.shape or not torch.allclose(theirs, _rotate_halves(key, cos, sin), atol=1e-6):
             return False
     return True
+
+
+def family_rotates_neighbours(config: PreTrainedConfig) -> bool:
+    """Whether the family of a configuration rotates dim 2j of a head with dim 2j + 1, as GPT-J does: its function is called
+    once, and no model is made. False where the family has no function of queries, keys, cos and sin, or transformers does
+    not know it."""
+    family = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    function = None if family is None else getattr(sys.modules[family.__module__], "apply_rotary_pos_emb", None)
+    if function is None or list(inspect.signature(function).parameters)[1] not in ("k", "cos"):
+        return False
+    key = torch.zeros(1, 1, 1, 8, device="cpu", dtype=torch.float32)
+    key[..., 0] = 1.0
+    cos, sin = torch.full((2, 1, 1, 8), 0.5, device="cpu", dtype=torch.float32)
+    try:
+        turned = _of_queries_and_keys(function)(key, key, cos, sin)[1]
+    except RuntimeError:
+        return False  # a family whose cos and sin have another shape
+    return turned.flatten().nonzero().flatten().tolist() == [0, 1]
 
 
 def rotate_halves(key_BGTD: Tensor, cos_BTE: Tensor, sin_BTE: Tensor) -> Tensor:

