@@ -263,7 +263,7 @@ def description_text(described: dict[str, Any]) -> str:
 
 
 def _held_line(moments: Sequence[str], *, by_energy: bool) -> str:
-    """What a calibration can be used for, by the names of its moments, and by whether energy stands for gradients in some."""
+    """What a calibration can be used for, by the names of its moments and by what weighs those of what is read."""
     held = ["moments of keys, values and queries"]
     if any("_read_" in name for name in moments):
         rows = ", joint layers included" if any(name.startswith("key_value_read_") for name in moments) else ""

@@ -45,7 +45,7 @@ every_method = pytest.mark.parametrize("method", METHODS, ids=lambda method: met
 @pytest.mark.parametrize("compiled", ["1", "0"], ids=["", "without compiled code"])
 @torch.no_grad()
 def test_a_saved_cache_goes_on_in_another_process(compiled, tmp_path):
-    """Where that process compresses its model by the same files. Another number of threads can turn vectors of joint bases."""
+    """Where that process compresses its model by the same files; other threads can turn vectors of joint bases."""
     ids, expected, how = random_ids(), {}, {}
     for name in ("dynakv", "ojakv", "adaptive-mixed", "joint-mixed"):
         source, settings = how[name] = _files_of(name, tmp_path / name)
