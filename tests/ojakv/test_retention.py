@@ -7,9 +7,10 @@ import torch
 from methods import calibration_of, tiny_model
 from online_caches import filled
 
+from lowrank_kv.hf.cache.windowed import retention
 from lowrank_kv.hf.cache.windowed.planned_sequence import PlannedSequence
 from lowrank_kv.hf.cache.windowed.retention import CompressionStep, RetentionSchedule
-from ojakv import OjaKVConfig, make_plan
+from ojakv import OjaKVCache, OjaKVConfig, make_plan
 from ojakv.planned_bytes import planned_rate
 
 SETTINGS = {"num_sink_tokens": 4, "recent_window": 16, "update_period": 8}
@@ -106,9 +107,10 @@ def test_a_prompt_that_stays_whole_lets_earlier_tokens_leave_first():
 
 
 def test_room_is_for_the_tokens_that_wait_until_the_next_step():
-    assert schedule().full_rank_capacity(4) == 4 + 16 + 8 + 1
+    assert schedule().full_rank_capacity(4, held=20) == 4 + 16 + 8 + 1
+    assert schedule().full_rank_capacity(4, held=40) == 40
     alone = {"tracker": "fixed", "update_period": 1, "recent_window": 0, "num_sink_tokens": 0}
-    assert schedule(**alone).full_rank_capacity(0) == 1
+    assert schedule(**alone).full_rank_capacity(0, held=0) == 1
     assert schedule(**alone).compresses_at_once
     assert schedule(**{**alone, "num_sink_tokens": 4}).compresses_at_once  # a place is known at once
     for waits in ({"tracker": "oja"}, {"recent_window": 1}, {"full_rank_ratio": 0.1}, {"min_length": 2}):
@@ -163,6 +165,38 @@ def test_planned_bytes_are_those_of_layers_that_take_turns(ids):
         assert cache.rate == planned_rate(plan, prompt=40, tokens=tokens, itemsize=4), tokens
         lengths = {layer.sequences[0].key.coef.length for layer in cache.layers}
         assert len(lengths) > 1, "layers must differ"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "rule", [{"update_period": 10**6}, {"update_period": 20}, {"keep_prompt_full_rank": True}], ids=str
+)
+def test_what_waits_for_long_grows_as_it_comes(one_layer, ids, rule, monkeypatch):
+    model, calibration = one_layer
+    settings = {**EXACT, **rule}
+    for most in (512, 6, 1):
+        monkeypatch.setattr(retention, "_MOST_AHEAD", most)
+        for prompt, tokens in ((30, 30), (30, 31), (30, 83), (60, 72)):
+            cache = filled(model, calibration, ids[:1, :tokens], prompt, **settings)
+            plan = make_plan(calibration, OjaKVConfig(rate=0.5, **settings))
+            assert_same_counts(cache, PlannedSequence.after(plan.schedule(0), prompt=prompt, tokens=tokens))
+            assert cache.rate == planned_rate(plan, prompt=prompt, tokens=tokens, itemsize=4), (prompt, tokens)
+            for _ in range(2):
+                full = cache.layers[0].sequences[0].key.full
+                assert full.capacity <= full.length + max(most, full.length // 8)
+                cache.crop(-1)  # which makes room anew
+
+
+@torch.no_grad()
+def test_room_for_many_changes_no_logits(one_layer, ids, monkeypatch):
+    model, calibration = one_layer
+    plan, found = make_plan(calibration, OjaKVConfig(rate=0.5, update_period=20)), []
+    for most in (512, 2):
+        monkeypatch.setattr(retention, "_MOST_AHEAD", most)
+        cache = OjaKVCache(model, plan)
+        parts = ids[:1].split([30, *[1] * (ids.shape[1] - 30)], dim=1)
+        found.append(torch.cat([model(part, past_key_values=cache).logits for part in parts], dim=1))
+    assert torch.equal(*found)
 
 
 # Where all of a prompt stays at full rank there is nothing to evict.

@@ -79,7 +79,7 @@ class PlannedSequence:
         self.num_low_rank += step.num_due - step.num_kept
         self.has_started = True
         self.may_defer = self.may_defer or not step.is_prompt
-        self.full_rank_capacity = max(num_full_rank, self.schedule.full_rank_capacity(self.num_pinned))
+        self.full_rank_capacity = self.schedule.full_rank_capacity(self.num_pinned, held=num_full_rank)
         leaves_room = self.config.compresses_singly
         self.low_rank_capacity = grown(self.low_rank_capacity, self.num_low_rank) if leaves_room else self.num_low_rank
 

@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 from lowrank_kv.hf.cache.windowed.config import WindowedConfig
 
+# Rows at full rank that are allocated at once, ahead of their tokens; where more are to wait, their store grows with them.
+_MOST_AHEAD = 512
+
 
 class CompressionStep(NamedTuple):
     """Compress the tokens that have waited longest.
@@ -71,9 +74,11 @@ class RetentionSchedule:
         keeps = config.full_rank_ratio or config.keep_prompt_full_rank
         return not config.follows_text and not config.own_directions and not waits and not keeps
 
-    def full_rank_capacity(self, num_pinned: int) -> int:
-        """The most tokens at full rank while tokens are decoded one at a time; the newest may be uncommitted."""
-        return num_pinned + self.config.recent_window + self.config.update_period + (not self.compresses_at_once)
+    def full_rank_capacity(self, num_pinned: int, *, held: int) -> int:
+        """Tokens at full rank for which a step that leaves `held` of them makes room: as many as there will be while tokens
+        are decoded one at a time, the newest of which may be uncommitted, unless these are far more."""
+        most = num_pinned + self.config.recent_window + self.config.update_period + (not self.compresses_at_once)
+        return max(held, min(most, held + _MOST_AHEAD))
 
     def due(
         self,

@@ -217,7 +217,7 @@ class WindowedSequence:
         rows = [store.full.rows[:, is_kept_F] for store in (self.key, self.value)]
         kept = [*(GrowingTensor(each, dim=1) for each in rows), GrowingTensor(self.positions.full_rank.rows[is_kept_F])]
         for each in kept:
-            each.reserve(max(self.schedule.full_rank_capacity(num_pinned), each.length))
+            each.reserve(self.schedule.full_rank_capacity(num_pinned, held=each.length))
         for store in (self.key, self.value):
             store.forget_operands()
         return kept
