@@ -51,11 +51,12 @@ def allocate_bits(
     """
     distortions = {0: 1.0, **distortions}
     importance_N = torch.cat([importance_C.double() for importance_C in importances])
-    row_N = torch.cat([torch.full((len(each),), i) for i, each in enumerate(importances)])
-    place_N = torch.cat([torch.arange(len(each)) for each in importances])
+    device = importance_N.device
+    row_N = torch.cat([torch.full((len(each),), i, device=device) for i, each in enumerate(importances)])
+    place_N = torch.cat([torch.arange(len(each), device=device) for each in importances])
     rebuild_costs = rebuild_costs or [0.0] * len(importances)
     # The first coefficient of a row is kept in any case.
-    rebuild_cost_N = torch.tensor(rebuild_costs, dtype=torch.float64)[row_N].where(place_N > 0, 0.0)
+    rebuild_cost_N = torch.tensor(rebuild_costs, dtype=torch.float64, device=device)[row_N].where(place_N > 0, 0.0)
     gain, cost, owner, target = [], [], [], []
     for rebuild_cost in dict.fromkeys([0.0, *rebuild_costs]):
         owner_M = (rebuild_cost_N == rebuild_cost).nonzero().squeeze(1)
@@ -70,10 +71,10 @@ def allocate_bits(
     order = torch.argsort(torch.cat(gain), descending=True, stable=True)
     owner_S, cost_S, target_S = (torch.cat(each)[order] for each in (owner, cost, target))
 
-    share_K = torch.ones(len(importances)) if shares is None else torch.tensor(shares)
+    share_K = torch.tensor([1.0] * len(importances) if shares is None else shares, dtype=torch.float32, device=device)
 
     def num_bytes(count: int) -> float:
-        bits = torch.zeros(len(importances), dtype=torch.long)
+        bits = torch.zeros(len(importances), dtype=torch.long, device=device)
         bits.index_add_(0, row_N[owner_S[:count]], cost_S[:count])
         return float((((bits + overhead + 7) // 8) * share_K.double()).sum())
 
@@ -87,7 +88,7 @@ def allocate_bits(
     while low < high:  # the most steps that the budget holds
         middle = (low + high + 1) // 2
         low, high = (middle, high) if num_bytes(middle) <= budget else (low, middle - 1)
-    width_N = torch.zeros(len(row_N), dtype=torch.long)
+    width_N = torch.zeros(len(row_N), dtype=torch.long, device=device)
     width_N.scatter_reduce_(0, owner_S[:low], target_S[:low], "amax")
     return [each.tolist() for each in width_N.split([len(each) for each in importances])]
 
@@ -106,7 +107,7 @@ def next_saving(
     """
     distortions = {0: 1.0, **distortions}
     importance_N = torch.cat([importance_C.double() for importance_C in importances])
-    width_N = torch.cat([torch.tensor(row) for row in widths])
+    width_N = torch.cat([torch.tensor(row, device=importance_N.device) for row in widths])
     saved = [
         importance_N[width_N == before] * -_slope(distortions, before, after, 0.0)
         for before, after in _worthwhile_steps(distortions, 0.0)

@@ -52,7 +52,7 @@ def distortion(sample_N: Tensor, level_L: Tensor) -> float:
 def _starting_levels(sorted_N: Tensor, count: int) -> Tensor:
     """Quantiles of a distribution whose density is the cube root of the samples'."""
     # Between neighbouring quantiles lies equal mass, so that the density there is the inverse of their distance.
-    edges = torch.linspace(0, 1, min(len(sorted_N), 64 * count) + 1, dtype=torch.float64)
+    edges = torch.linspace(0, 1, min(len(sorted_N), 64 * count) + 1, dtype=torch.float64, device=sorted_N.device)
     edge_E = (
         torch.quantile(sorted_N, edges) if len(sorted_N) < 1 << 24 else sorted_N[(edges * (len(sorted_N) - 1)).long()]
     )
@@ -60,7 +60,7 @@ def _starting_levels(sorted_N: Tensor, count: int) -> Tensor:
     mass_E = torch.cat([weight_E.new_zeros(1), weight_E.cumsum(0)])
     if not mass_E[-1]:
         return sorted_N[:1].expand(count).clone()
-    wanted_L = (torch.arange(count, dtype=torch.float64) + 0.5) / count * mass_E[-1]
+    wanted_L = (torch.arange(count, dtype=torch.float64, device=mass_E.device) + 0.5) / count * mass_E[-1]
     place_L = torch.searchsorted(mass_E, wanted_L).clamp(1, len(mass_E) - 1)
     share_L = (wanted_L - mass_E[place_L - 1]) / (mass_E[place_L] - mass_E[place_L - 1]).clamp(min=1e-300)
     return edge_E[place_L - 1] + share_L * (edge_E[place_L] - edge_E[place_L - 1])

@@ -88,7 +88,7 @@ def falling_means(worth_C: Tensor) -> Tensor:
             mean, before = runs.pop()
             worth, length = (mean * before + worth * length) / (before + length), before + length
         runs.append((worth, length))
-    return torch.cat([torch.full((length,), mean, dtype=torch.float64) for mean, length in runs])
+    return torch.cat([torch.full((length,), mean, dtype=torch.float64, device="cpu") for mean, length in runs])
 
 
 def energy_rank(energy_C: Tensor, threshold: float) -> int:

@@ -179,7 +179,7 @@ def write_rows(
 def read_rows(layout: SideLayout, page_Y: Tensor, count: int) -> Tensor:
     """The first `count` rows of a page, (N, R) fp32, zero where a token has no coefficient."""
     rows, start = layout.rows, layout.first_row
-    row_NR = torch.zeros(count, layout.row_format.num_coefficients, dtype=torch.float32)
+    row_NR = torch.zeros(count, layout.row_format.num_coefficients, dtype=torch.float32, device="cpu")
     for row_R, level in zip(row_NR, levels_of(layout, page_Y, count), strict=True):
         end = start + rows.size(level)
         found_R = rows.decode(page_Y[start:end], level)
@@ -197,7 +197,7 @@ def _mark(layout: SideLayout, page_Y: Tensor, row: int, start: int) -> None:
     """Note where a row begins, if it is one of every 32."""
     if row % ROWS_BETWEEN_MARKS == 0:
         place = layout.marks + row // ROWS_BETWEEN_MARKS * MARK_BYTES
-        page_Y[place : place + MARK_BYTES] = torch.tensor([start], dtype=torch.int32).view(torch.uint8)
+        page_Y[place : place + MARK_BYTES] = torch.tensor([start], dtype=torch.int32, device="cpu").view(torch.uint8)
 
 
 def _aligned(place: int, to: int = _ALIGNMENT) -> int:

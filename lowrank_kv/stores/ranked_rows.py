@@ -61,7 +61,7 @@ class RankedRows:
         if self.quantization is None:
             return coef_NR.to(self.dtype).contiguous().view(torch.uint8)
         code_NY, scale_NS = self.quantization.encode(coef_NR)
-        row_NY = torch.zeros(len(coef_NR), self.row_bytes(coef_NR.shape[1]), dtype=torch.uint8)
+        row_NY = code_NY.new_zeros(len(coef_NR), self.row_bytes(coef_NR.shape[1]), dtype=torch.uint8)
         scales = scale_NS.shape[1] * SCALE_DTYPE.itemsize
         row_NY[:, :scales] = scale_NS.contiguous().view(torch.uint8)
         row_NY[:, scales : scales + code_NY.shape[1]] = code_NY

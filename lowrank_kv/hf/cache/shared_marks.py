@@ -34,7 +34,7 @@ def shared_and_marks(layers: Iterable[CompressedLayer]) -> tuple[list[Any], dict
         writer = StateWriter(repeats=True)  # on another device what is one object may be several
         exact.update(json.dumps(writer.write(layer.shared_by_sequences())).encode())
         shared += writer.visited
-        found_S = torch.zeros(_SUMS + 1, dtype=torch.float64)
+        found_S = torch.zeros(_SUMS + 1, dtype=torch.float64, device="cpu")
         for place, tensor in enumerate(writer.tensors.values()):
             exact.update(f"\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
             if tensor.is_floating_point():
@@ -59,15 +59,17 @@ def _sums(tensor: Tensor, place: int) -> Tensor:
     picked_K, weights_SK = _sample(tensor.numel(), place)
     sample_K = tensor.detach().flatten()[picked_K.to(tensor.device)].cpu().double()
     norm = float(sample_K.norm()) or 1.0
-    return torch.cat(
-        [weights_SK @ sample_K / norm, torch.tensor([(-1) ** place * math.log(norm)], dtype=torch.float64)]
-    )
+    logarithm = weights_SK.new_tensor([(-1) ** place * math.log(norm)])
+    return torch.cat([weights_SK @ sample_K / norm, logarithm])
 
 
 @functools.lru_cache(maxsize=16)
 def _sample(count: int, place: int) -> tuple[Tensor, Tensor]:
     """Which of `count` numbers are summed, (K,) int64, and the weights of each sum, (S, K) fp64; everywhere the same."""
-    generator = torch.Generator().manual_seed(place)
+    generator, cpu = torch.Generator().manual_seed(place), torch.device("cpu")  # whatever torch's default is
     # At random: numbers at a fixed step can be those of a few columns.
-    picked_K = torch.randint(count, (_SAMPLE,), generator=generator) if count > _SAMPLE else torch.arange(count)
-    return picked_K, torch.randn(_SUMS, len(picked_K), generator=generator, dtype=torch.float64)
+    if count > _SAMPLE:
+        picked_K = torch.randint(count, (_SAMPLE,), generator=generator, dtype=torch.int64, device=cpu)
+    else:
+        picked_K = torch.arange(count, dtype=torch.int64, device=cpu)
+    return picked_K, torch.randn(_SUMS, len(picked_K), generator=generator, dtype=torch.float64, device=cpu)
