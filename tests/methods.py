@@ -14,6 +14,7 @@ from transformers import Cache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 import dynakv
 from lowrank_kv.calibration.activation_moments import KEY, VALUE, calibrate
 from lowrank_kv.calibration.bit_plans import coded_bases
+from lowrank_kv.hf.cache.windowed.plan import InitialBasis
 from ojakv import PRESETS, Calibration, OjaKVCache, OjaKVConfig, Plan, make_plan
 
 MakeCache = Callable[[], Cache]
@@ -142,7 +143,13 @@ def planned_model(
     generator = torch.Generator().manual_seed(2)
     for compressor in dynakv.token_compressors(model):
         weight = compressor.projection.weight
-        weight.data.copy_(0.05 * torch.randn(weight.shape, generator=generator))
+        moved = 0.05 * torch.randn(weight.shape, generator=generator)
+        if rate == 1:
+            # A plan leaves out what no state has, or what the loss does not see, such as a part that all keys share. It does
+            # not matter as long as what is kept moves within itself.
+            kept = compressor.gate.plan.num_coefficients
+            moved[kept:] = moved[:, kept:] = 0
+        weight.data.copy_(moved)
     dynakv.use_dynakv_cache(model)
 
     def make_cache() -> Cache:
@@ -191,21 +198,18 @@ def _preset(name: str, **overrides) -> Method:
 
 def unpacked(plan: Plan) -> Plan:
     """A plan's bases without its bits, of which no number is as exact as fp32."""
-    return dataclasses.replace(
-        plan,
-        layers={
-            index: tuple(
-                dataclasses.replace(
-                    initial,
-                    vectors_PWR=initial.vectors_PWR[:, :, : initial.decoder_PWR.shape[2]],
-                    energy_PR=initial.energy_PR[:, : initial.decoder_PWR.shape[2]],
-                    quantization=None,
-                )
-                for initial in kv
-            )
-            for index, kv in plan.layers.items()
-        },
-    )
+
+    def bare(initial: InitialBasis) -> InitialBasis:
+        # A sequence's own directions are found in all coefficients.
+        read = slice(initial.rank if initial.shared is None else None)
+        return dataclasses.replace(
+            initial,
+            vectors_PWR=initial.vectors_PWR[:, :, read],
+            energy_PR=initial.energy_PR[:, read],
+            quantization=None,
+        )
+
+    return dataclasses.replace(plan, layers={index: tuple(map(bare, kv)) for index, kv in plan.layers.items()})
 
 
 METHODS = [
@@ -230,3 +234,15 @@ METHODS = [
     ),
     Method("dynakv-orthogonal", lambda model, rate: dynakv_model(model, rate, decoder="orthogonal")),
 ]
+
+
+def picked(*names: str) -> list[Method]:
+    """Some rows, in this order."""
+    rows = {method.name: method for method in METHODS}
+    return [rows[name] for name in names]
+
+
+# The ways to code by a plan of bits: with directions of a text's own, layers together, and learned. `tokenwise-mixed` is the
+# first of them without these directions.
+PLANNED = picked("adaptive-mixed", "joint-mixed", "dynakv-tokenwise-plan")
+[TOKENWISE] = picked("tokenwise-mixed")

@@ -1,56 +1,23 @@
-"""SnapKV's choice of tokens, alone and together with both methods."""
+"""SnapKV's choice of tokens, alone and together with methods of every kind."""
 
 import pytest
 import torch
-from methods import calibration_of, dynakv_model, tiny_model
+from evicting_caches import MAKERS, make_dynakv, places_of
+from methods import tiny_model
 from old_transformers import skip_what_it_gets_wrong
 
 import dynakv
 from lowrank_kv.eviction import Eviction, top_scores
-from lowrank_kv.hf.cache.windowed.sequence import WindowedSequence
 from lowrank_kv.utils.errors import UserError
-from ojakv import OjaKVCache, OjaKVConfig, make_plan
+from ojakv import OjaKVConfig
 
 PROMPT = 40
-
-
-def make_dynakv(model, rate, keep):
-    return dynakv_model(model, rate, eviction=Eviction(keep_ratio=keep, window_size=4, kernel_size=1))
-
-
-def make_preset(preset, **settings):
-    def make(model, rate, keep):
-        eviction = {"keep_ratio": keep, "window_size": 4, "kernel_size": 1}
-        config = OjaKVConfig.preset(
-            preset, rate=rate, eviction=eviction, num_sink_tokens=2, recent_window=3, update_period=4, **settings
-        )
-        plan = make_plan(calibration_of(model), config)
-        return lambda: OjaKVCache(model, plan)
-
-    return make
-
-
-MAKERS = {
-    "dynakv": make_dynakv,
-    "ojakv-joint": make_preset("ojakv-joint"),
-    "ojakv-joint-rebuilt": make_preset("ojakv-joint", attention="reconstructed"),
-    "ojakv-joint-values-alone": make_preset("ojakv-joint", compress="values"),
-    "ojakv-pf": make_preset("ojakv-pf"),
-    "per-head-before-rotation": make_preset("ojakv-joint", layout="per_head"),
-    "per-head-before-rotation-rebuilt": make_preset("ojakv-joint", layout="per_head", attention="reconstructed"),
-}
 METHODS = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
 
 @pytest.fixture
 def ids():
     return torch.randint(1, 97, (1, PROMPT), generator=torch.Generator().manual_seed(5))
-
-
-def places_of(sequence) -> torch.Tensor:
-    """Places of the tokens a sequence still has, (1 or P, N)."""
-    position = sequence.positions.stored() if isinstance(sequence, WindowedSequence) else sequence.positions()
-    return torch.atleast_2d(position).sort().values
 
 
 def test_of_equal_scores_the_first_are_kept_whatever_is_beside_them():
