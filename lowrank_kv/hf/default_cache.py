@@ -16,9 +16,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import Cache, PreTrainedModel
+from transformers.generation import GenerationMode
 
 from lowrank_kv.hf.attention import is_prepared
 from lowrank_kv.hf.cache_argument import CACHE, cache_name
+from lowrank_kv.hf.drafts import check_drafts, hook_drafts, prompt_length, unhook_drafts
 from lowrank_kv.utils.errors import UserError
 
 _DEFAULT = "_default_cache"  # attribute of the base model: a _DefaultCache
@@ -64,16 +66,19 @@ _PLAIN_CALLS = _PlainCalls()
 
 
 def hook_generation(model: PreTrainedModel) -> None:
-    """Let `generate()` refuse a compressed cache beside a `cache_implementation`, and continuous batching altogether."""
+    """Let `generate()` refuse a compressed cache beside a `cache_implementation`, and continuous batching altogether; with
+    drafts it reads what the cache does not hold."""
     if model.can_generate():
         model._prepare_cache_for_generation = functools.partial(_prepare_cache_for_generation, model)
         model.init_continuous_batching = functools.partial(_init_continuous_batching, model)
+        hook_drafts(model)
 
 
 def unhook_generation(model: PreTrainedModel) -> None:
     """Undo :func:`hook_generation` and :func:`set_default_cache`; a no-op on any other model."""
     for name in ("_prepare_cache_for_generation", "init_continuous_batching"):
         model.__dict__.pop(name, None)
+    unhook_drafts(model)
     _remove_default_cache(model)
 
 
@@ -131,6 +136,7 @@ def _prepare_cache_for_generation(
     if is_compressed:
         _check_own_assistant(generation_config)
         _take_cache_implementation(generation_config)
+        _check_used(cache, generation_config)
     if default is not None:
         _check_cache(cache, default.cache_class)
     if default is not None and cache is None and generation_config.use_cache is not False:
@@ -138,8 +144,12 @@ def _prepare_cache_for_generation(
     else:
         type(self)._prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs)
     if is_compressed and cache is not None:
-        length = _prompt_length(generation_config, model_kwargs)
-        for layer in cache.compressed_layers():  # not by the cache, which refuses a prompt of nothing new
+        length = prompt_length(generation_config, model_kwargs)
+        _check_something_new(cache, length)
+        if GenerationMode.ASSISTED_GENERATION in args:
+            check_drafts(self, cache.get_seq_length())
+        cache.is_given_again = False  # also where an earlier `generate()` was cut short
+        for layer in cache.compressed_layers():  # not by the cache, to which 0 takes back what was expected
             layer.expect_prompt(length)
         if generation_config.is_assistant:
             cache.activate_past_recording()
@@ -225,11 +235,24 @@ def _take_cache_implementation(generation_config: Any) -> None:
         )
 
 
-def _prompt_length(generation_config: Any, model_kwargs: dict) -> int:
-    """The place where the prompt of a `generate()` ends, cached tokens included; 0 where it does not say."""
-    mask = model_kwargs.get("attention_mask")
-    # `generate()` has dropped a mask without padding by now, and noted its length.
-    return getattr(generation_config, "_mask_length", 0) if mask is None else mask.shape[1]
+def _check_used(cache: Cache | None, generation_config: Any) -> None:
+    if cache is not None and generation_config.use_cache is False:
+        raise UserError(
+            f"`use_cache=False` reads the whole text at every token, and `{CACHE}` would store it every time; leave out one "
+            f"of the two"
+        )
+
+
+def _check_something_new(cache: Cache, length: int) -> None:
+    """Raise :class:`UserError` where a prompt of so many tokens leaves none to read, since the cache holds as many: its text
+    would be stored a second time. The length is 0 where nothing says it."""
+    held = cache.get_seq_length()
+    if 0 < length <= held:
+        raise UserError(
+            f"`generate()` was given a text of {length} tokens, and the cache holds {held} already, so that none is new; "
+            f"give the whole text with more behind it (or only what is new and an `attention_mask` as long as the whole), "
+            f"or call `cache.crop({length - held - 1})` first, which keeps {length - 1} tokens, or take an empty cache"
+        )
 
 
 def _init_continuous_batching(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:

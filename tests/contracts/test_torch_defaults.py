@@ -5,8 +5,13 @@ import contextlib
 import pytest
 import torch
 from methods import METHODS, calibration_of, tiny_model
+from safetensors import safe_open
 
 import lowrank_kv
+from lowrank_kv.bases.bit_allocation import allocate_bits, next_saving
+from lowrank_kv.bases.codebooks import lloyd_max
+from lowrank_kv.bases.rank_allocation import falling_means
+from lowrank_kv.hf.cache import shared_marks
 from ojakv import OjaKVCache, OjaKVConfig
 
 IDS = torch.randint(1, 97, (2, 80), generator=torch.Generator().manual_seed(0))
@@ -85,6 +90,61 @@ def test_a_model_that_is_compressed_under_them_is_the_same(preset, dtype, device
     with defaults(dtype, device):
         found = logits(models[1])
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+
+
+@OTHERS
+@pytest.mark.parametrize("preset", ["adaptive-mixed", "joint-mixed", "static-joint-pf", "ojakv-joint"])
+@torch.no_grad()
+def test_a_cache_is_saved_and_loaded_the_same(preset, dtype, device, tmp_path):
+    """The marks of shared bases are found anew, as in a process whose first file is written under these defaults."""
+    model = tiny_model()
+    lowrank_kv.compress(model, preset, rate=0.4, bases=calibration_of(model, read=True))
+    cache = model(IDS, use_cache=True).past_key_values
+    shared_marks._sample.cache_clear()
+    with defaults(dtype, device):
+        lowrank_kv.save_cache(model, cache, tmp_path / "under")
+        loaded = [lowrank_kv.load_cache(model, tmp_path / "under")]
+    lowrank_kv.save_cache(model, cache, tmp_path / "plain")
+    under, plain = (safe_open(tmp_path / name, framework="pt") for name in ("under", "plain"))
+    assert under.metadata() == plain.metadata()
+    cache_names = set(under.keys()) | set(plain.keys())
+    assert all(torch.equal(under.get_tensor(name), plain.get_tensor(name)) for name in cache_names)
+    loaded.append(lowrank_kv.load_cache(model, tmp_path / "under"))
+    expected = model(IDS[:, :1], past_key_values=cache).logits
+    for each in loaded:
+        assert torch.equal(model(IDS[:, :1], past_key_values=each).logits, expected)
+
+
+@OTHERS
+@torch.no_grad()
+def test_sequences_are_picked_by_lists_and_tensors(dtype, device):
+    model = tiny_model()
+    make_cache = METHODS[0].build(model, 0.4)
+    for index in ([1, 0, 1], [False, True], torch.tensor([-1]), slice(1, 2)):
+        caches = make_cache(), make_cache()
+        for cache in caches:
+            model(IDS, past_key_values=cache)
+        caches[0].batch_select_indices(index)
+        with defaults(dtype, device):
+            caches[1].batch_select_indices(index)
+        ids = IDS[:1, :1].expand(caches[0].batch_size, -1)
+        assert torch.equal(*(model(ids, past_key_values=cache).logits for cache in caches))
+
+
+@OTHERS
+def test_bits_and_levels_are_allocated_the_same(dtype, device):
+    importances = [torch.linspace(9, 1, 12), torch.linspace(4, 0.5, 7)]
+    sample_N = torch.randn(500, generator=torch.Generator().manual_seed(0))
+    distortions = {2: 0.12, 4: 0.01, 8: 1e-4}
+
+    def found() -> list:
+        widths = allocate_bits(importances, distortions, 6.5, overhead=8, shares=[0.75, 0.5], rebuild_costs=[1.0, 0.0])
+        saving = next_saving(importances, distortions, widths)
+        return [widths, saving, lloyd_max(sample_N, 3).tolist(), falling_means(importances[0].flip(0)).tolist()]
+
+    expected = found()
+    with defaults(dtype, device):
+        assert found() == expected
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)

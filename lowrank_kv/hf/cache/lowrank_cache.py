@@ -27,7 +27,12 @@ class LowRankCache(WholeCalls):
     """Compressed keys and values for the full-attention layers of a model, native caches for the others.
 
     Pass it as ``past_key_values`` to the model or to `generate()`.
+
+    Attributes:
+        is_given_again: whether the first call of a `generate()` is about to give it the tokens that it holds a second time.
     """
+
+    is_given_again = False
 
     def __init__(self, model: PreTrainedModel, compressed: dict[int, CompressedLayer]):
         """
@@ -182,7 +187,7 @@ class LowRankCache(WholeCalls):
     def batch_select_indices(self, indices: Tensor) -> None:
         if isinstance(indices, slice):  # as a list, it serves stock caches, too
             indices = range(getattr(self.compressed_layers()[0], "batch_size", 0))[indices]
-        indices = torch.as_tensor(indices)
+        indices = torch.as_tensor(indices, device=indices.device if isinstance(indices, Tensor) else "cpu")
         rows = self.compressed_layers()[0].sequences_at(indices)  # refused before a native layer moves
         row_B = torch.tensor(rows, dtype=torch.int64, device="cpu")
         with self._moving_sequences():
