@@ -239,7 +239,7 @@ def test_a_mistaken_second_compress_leaves_the_first(bases, tmp_path):
 
 def test_a_calibration_that_lacks_what_the_best_preset_needs_is_told(tmp_path):
     calibration = calibration_of(tiny_model(), read=False)
-    with pytest.warns(UserWarning, match="no read gradients.*`ojakv-joint` is taken"):
+    with pytest.warns(UserWarning, match="does not say what is read.*`ojakv-joint` is taken"):
         lowrank_kv.compress(tiny_model(), calibration)
 
 
