@@ -16,7 +16,8 @@ from lowrank_kv.hf.prepare import prepare
 from lowrank_kv.hf.rotary import Rotary
 from lowrank_kv.utils.errors import UserError
 
-QUICK = picked("dynakv", "ojakv-joint", "ojakv-pf", "joint-mixed", "dynakv-tokenwise-plan")
+# `test_modes_of_families.py` and `test_compressed_families.py` are quick with other plans.
+QUICK = picked("dynakv", "ojakv-joint", "ojakv-pf", "dynakv-tokenwise-plan")
 SLOW = [pytest.param(method, marks=pytest.mark.slow) for method in (*PLANNED, TOKENWISE) if method not in QUICK]
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 every_method = pytest.mark.parametrize("method", QUICK + SLOW, ids=lambda method: method.name)

@@ -17,8 +17,9 @@ SLOW = [method for method in (*PLANNED, TOKENWISE) if method not in QUICK]
 CASES = [
     *((method, family) for method in QUICK for family in FAMILIES),
     # What a method does with its layers is the same beside recurrent ones.
-    *((method, family) for method in picked("dynakv", "joint-mixed") for family in RECURRENT),
+    *((QUICK[0], family) for family in RECURRENT),
     *(pytest.param(method, family, marks=pytest.mark.slow) for method in SLOW for family in FAMILIES + RECURRENT),
+    *(pytest.param(QUICK[-1], family, marks=pytest.mark.slow) for family in RECURRENT),
 ]
 VOCABULARY, PROMPT, NEW = 257, 20, 12
 
