@@ -7,7 +7,7 @@ from families import FAMILIES, RECURRENT
 from methods import PLANNED, TOKENWISE
 
 RATE, PROMPT, TURN, NEW, PADDING = 0.1, 36, 11, 10, 7
-# Those that rotate, scale or cap scores otherwise than Llama, and one with layers of another kind; `test_modes.py` runs Llama.
+# Those that rotate, scale or cap scores unlike Llama, which `test_modes.py` runs, and one with layers of another kind.
 UNLIKE_LLAMA = ("gemma2", "gemma3", "gpt_neox", "gpt2", "lfm2")
 CASES = [
     pytest.param(
