@@ -80,18 +80,20 @@ def compress(
         )
     if budget is not None:
         _refuse("rate", rate, "`budget` says how large a cache may be")
-    size = {"rate": rate, "budget": budget}
+    with_preset = functools.partial(
+        _with_preset, model, rate=rate, budget=budget, settings=settings, self_check=self_check
+    )
     if isinstance(source, Calibration):
         _refuse("bases", bases, "the calibration is given already; give a preset's name in its place")
-        return _with_preset(model, preset_for(source), size, source, settings, self_check)
+        return with_preset(preset_for(source), bases=source)
     # Nothing but a preset has bases beside it.
     directory, name = path_of(source), os.fspath(source)
     if name in PRESETS or (bases is not None and not directory.is_dir()):
-        return _with_preset(model, name, size, bases, settings, self_check)
+        return with_preset(name, bases=bases)
     if Calibration.is_in(directory):
         _refuse("bases", bases, f"`{source}` is a calibration itself; give a preset's name in its place")
         found = Calibration.load(directory)
-        return _with_preset(model, preset_for(found), size, found, settings, self_check)
+        return with_preset(preset_for(found), bases=found)
     if (directory / checkpoint_files.WEIGHTS).is_file():
         for key, value in (("rate", rate), ("budget", budget)):
             _refuse(key, value, f"the compressor `{source}` was trained for its own; train another, or name a preset")
@@ -125,12 +127,14 @@ def preset_for(calibration: Calibration) -> str:
 def _with_preset(
     model: PreTrainedModel,
     preset: str,
-    size: dict[str, Any],
+    *,
     bases: str | Path | Calibration | None,
+    rate: float | None,
+    budget: str | Budget | None,
     settings: dict[str, Any],
     self_check: bool,
 ) -> PreTrainedModel:
-    config = OjaKVConfig.preset(preset, rate=size["rate"], **settings)
+    config = OjaKVConfig.preset(preset, rate=rate, **settings)
     if bases is None:
         name = model.config._name_or_path or "MODEL"
         read = " --read_gradients true" if config.has_plan else ""
@@ -138,7 +142,7 @@ def _with_preset(
             f"the preset `{preset}` needs bases of this model; run `lowrank-kv calibrate --model {name} --output bases/mine "
             f"--name TEXT{read}` once, and give `bases='bases/mine'`"
         )
-    plan = plan_for_model(model, config, bases, budget=size["budget"], stacklevel=4)
+    plan = plan_for_model(model, config, bases, budget=budget, stacklevel=4)
     uncompress(model)
     if self_check:
         check_by_itself(model)

@@ -65,9 +65,11 @@ def by_energy(calibration: Calibration, *, is_relative: bool = False) -> Calibra
         index: {
             side: dataclasses.replace(
                 states,
-                gradient_CC=relative_weights(states.state_CC, width).diag()
-                if is_relative
-                else torch.eye(len(states.state_CC)),
+                gradient_CC=(
+                    relative_weights(states.state_CC, width)
+                    if is_relative
+                    else torch.ones_like(states.state_CC.diagonal())
+                ).diag(),
             )
             for side, states in sides.items()
         }

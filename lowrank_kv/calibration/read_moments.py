@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,8 +40,8 @@ from lowrank_kv.utils.progress import progress_bar
 
 # About how many rows of each layer's keys, and of its values, are kept with their gradients to fit a gate to.
 SAMPLED_ROWS = 12_288
-# (layer index, `key` or `value`, states, gradients with regard to them or None), (1, T, C) each, of all layers.
-_Rows = list[tuple[int, str, Tensor, Tensor | None]]
+# (layer index, `key` or `value`, states, and gradients with regard to them where these are taken), (1, T, C) each.
+_Rows = Sequence[tuple[Any, ...]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,9 +98,11 @@ def read_moments(
             f"the latest {exact_tokens.recent_window} and the {exact_tokens.update_period} that wait are exact; calibrate "
             f"on longer blocks"
         )
-    states, gradients = empty_moments(model, (KEY, VALUE)), empty_moments(model, (KEY, VALUE))
+    states = empty_moments(model, (KEY, VALUE))
+    gradients = {} if by_energy else empty_moments(model, (KEY, VALUE))
     groups = layer_groups(list(states), joint_layers)
-    together = {group[-1]: [_empty_moment(states, group) for _ in range(2)] for group in groups}
+    kinds = 1 if by_energy else 2  # of moments: of states, and of gradients
+    together = {group[-1]: [_empty_moment(states, group) for _ in range(kinds)] for group in groups}
     stride = max(1, len(blocks_NT) * rows_of_block // SAMPLED_ROWS)
     samples: dict[tuple[int, str], list[tuple[Tensor, ...]]] = {
         (index, side): [] for index in states for side in (KEY, VALUE)
@@ -112,24 +115,23 @@ def read_moments(
     ):
         for number, block_T in enumerate(blocks_NT):
             found = rows_of(block_T)
-            for index, side, state_1TC, _ in found:  # before any gradient: it says first what is not finite
+            for index, side, state_1TC, *_ in found:  # before any gradient: it says first what is not finite
                 add_rows(states[index][side], state_1TC[0, read], f"layer {index}, {side}")
             first = -number * rows_of_block % stride
-            for index, side, *pair in found:
-                if not by_energy:
-                    add_rows(gradients[index][side], pair[1][0, read], f"gradients of layer {index}, {side}")
-                rows = (each_1TC[0, read][first::stride] for each_1TC in pair if each_1TC is not None)
+            for index, side, *parts in found:
+                for gradient_1TC in parts[1:]:
+                    add_rows(gradients[index][side], gradient_1TC[0, read], f"gradients of layer {index}, {side}")
+                rows = (each_1TC[0, read][first::stride] for each_1TC in parts)
                 samples[index, side].append(tuple(each_NC.bfloat16().cpu() for each_NC in rows))
             for group in groups:
-                of_group = [pair for index, _, *pair in found if index in group]
+                of_group = [parts for index, _, *parts in found if index in group]
                 for moment, parts in zip(together[group[-1]], zip(*of_group, strict=True), strict=True):
-                    if parts[0] is not None:
-                        rows = [each_1TC[0, read].to(moment.sum_CC.device) for each_1TC in parts]
-                        moment.update(torch.cat(rows, dim=1))
+                    rows = [each_1TC[0, read].to(moment.sum_CC.device) for each_1TC in parts]
+                    moment.update(torch.cat(rows, dim=1))
             bar.update(block_T.numel())
     moments: dict[int, dict[str, ReadMoments]] = {index: {} for index in states}
-    for (index, side), pairs in samples.items():
-        row_NC, *gradient_NC = (torch.cat(each) for each in zip(*pairs, strict=True))
+    for (index, side), blocks in samples.items():
+        row_NC, *gradient_NC = (torch.cat(each) for each in zip(*blocks, strict=True))
         state = states[index][side]
         moments[index][side] = ReadMoments(
             state=state,
@@ -138,11 +140,11 @@ def read_moments(
             sample_gradient_NC=None if by_energy else gradient_NC[0],
         )
     for group in groups:
-        state, gradient = together[group[-1]]
+        state, *gradient = together[group[-1]]
         parts = [moments[index][side] for index in group for side in (KEY, VALUE)]
         moments[group[-1]][KEY_VALUE] = ReadMoments(
             state=state,
-            gradient=_energy_of(state, len(parts[0].state.sum_CC)) if by_energy else gradient,
+            gradient=_energy_of(state, len(parts[0].state.sum_CC)) if by_energy else gradient[0],
             sample_NC=torch.cat([each.sample_NC for each in parts], dim=1),
             sample_gradient_NC=None if by_energy else torch.cat([each.sample_gradient_NC for each in parts], dim=1),
         )
@@ -160,10 +162,10 @@ def _rows_of(model: PreTrainedModel, exact_tokens: ExactTokens, by_energy: bool)
 
 
 def _states_of(model: PreTrainedModel, block_T: Tensor) -> _Rows:
-    found: _Rows = []
+    found: list[tuple[int, str, Tensor]] = []
 
     def keep(index: int, side: str, rows_TC: Tensor) -> None:
-        found.append((index, side, rows_TC[None], None))
+        found.append((index, side, rows_TC[None]))
 
     observe(model, block_T[None], keep, sides=(KEY, VALUE), progress=False)
     return found
