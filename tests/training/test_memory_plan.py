@@ -106,7 +106,6 @@ def saved_bytes(shape: LlamaConfig, config: TrainConfig) -> int:
 
 def peak_bytes(run) -> int:
     """The most that torch's allocator holds at a time while `run` runs, beside what it held before."""
-    torch.clear_autocast_cache()  # an autocast that another test never left keeps its copies of weights
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         run()
