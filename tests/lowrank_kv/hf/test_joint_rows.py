@@ -293,6 +293,8 @@ def test_an_interrupt_while_layers_compress_together_leaves_all_of_them_waiting(
 
     def interrupted(*arguments):
         def trace(frame, event, _):
+            if frame.f_code.co_filename == torch.amp.autocast_mode.__file__:
+                return  # interrupted there, torch takes every later test for one under autocast, in its count of them
             calls.append(frame.f_code.co_name)
             if len(calls) == 5 * after + 1:
                 signal.raise_signal(signal.SIGINT)
