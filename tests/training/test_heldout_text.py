@@ -88,3 +88,10 @@ def test_a_resumed_run_says_that_its_bases_have_read_what_it_now_holds_out(
         assert [each.startswith(f"{reader} read `calibrated.jsonl`, ") for each in told] == [True]
         assert sum("which `dataset.name` trains on" in each for each in found) == 1
         shutil.rmtree(tmp_path / "again")
+
+
+def test_text_that_is_trained_on_is_no_unseen_text(training_values, tmp_path):
+    with pytest.warns(
+        UserWarning, match="which `dataset.name` trains on: what is measured on it says nothing of unseen"
+    ):
+        train_here(training_values, tmp_path / "run", optimizer={"steps": 1})

@@ -363,34 +363,6 @@ def test_a_run_goes_on_without_the_bases_it_began_from(training_values, tiny_dir
     assert "bases" in [each["role"] for each in json.loads(record.read_text())["inputs"]]
 
 
-def test_settings_that_change_nothing_are_told(training_values, tmp_path, recwarn):
-    changes = {
-        "compressor": {"token_classes": 2},
-        "dataset": {"shuffle_buffer": 5, "heldout": None, "heldout_split": "x"},
-    }
-    train_here(training_values, tmp_path / "run", **changes, optimizer={"steps": 1, "lr_backbone": 1.0})
-    found = [str(each.message).partition(" and changes nothing: it needs ") for each in recwarn]
-    assert [(given, needed) for given, is_unused, needed in found if is_unused] == [
-        ("`compressor.token_classes` is 2", "`compressor.rank_policy: plan`"),
-        (
-            "`rate.calibrate_threshold_tokens` is 1024",
-            "gates with `rate.target_retain_rate` and `rate.calibrate_threshold`, nested ranks, or a plan of several "
-            "classes",
-        ),
-        ("`optimizer.lr_backbone` is 1.0", "`trainable: lora` or `trainable: full`"),
-        ("`dataset.shuffle_buffer` is 5", "`dataset.streaming: true`"),
-        ("`dataset.heldout_split` is 'x'", "`dataset.heldout`"),
-        ("`heldout_blocks` is 1", "`dataset.heldout` or `dataset.heldout_share`"),
-    ]
-
-
-def test_text_that_is_trained_on_is_no_unseen_text(training_values, tmp_path):
-    with pytest.warns(
-        UserWarning, match="which `dataset.name` trains on: what is measured on it says nothing of unseen"
-    ):
-        train_here(training_values, tmp_path / "run", optimizer={"steps": 1})
-
-
 @pytest.mark.parametrize(("done", "is_fixed"), [(4, False), (5, True)])
 def test_fixed_ranks_keep_their_target(training_values, done, is_fixed):
     """Of seven steps the first four (0 to 3, below 3.5) learn, and the fifth begins with ranks that are fixed."""

@@ -2,7 +2,7 @@
 
 import pytest
 import yaml
-from training_runs import ROOT, merged
+from training_runs import ROOT, merged, train_here
 
 from dynakv.training_config import TrainConfig
 from lowrank_kv.utils.config import build
@@ -71,3 +71,24 @@ def test_recipes_set_nothing_that_changes_nothing(monkeypatch, recwarn):
     for recipe in recipes:
         warn_of_unused_settings(build(TrainConfig, recipe))
     assert not list(recwarn)
+
+
+def test_a_run_says_them_when_it_begins(training_values, tmp_path, recwarn):
+    changes = {
+        "compressor": {"token_classes": 2},
+        "dataset": {"shuffle_buffer": 5, "heldout": None, "heldout_split": "x"},
+    }
+    train_here(training_values, tmp_path / "run", **changes, optimizer={"steps": 1, "lr_backbone": 1.0})
+    found = [str(each.message).partition(" and changes nothing: it needs ") for each in recwarn]
+    assert [(given, needed) for given, is_unused, needed in found if is_unused] == [
+        ("`compressor.token_classes` is 2", "`compressor.rank_policy: plan`"),
+        (
+            "`rate.calibrate_threshold_tokens` is 1024",
+            "gates with `rate.target_retain_rate` and `rate.calibrate_threshold`, nested ranks, or a plan of several "
+            "classes",
+        ),
+        ("`optimizer.lr_backbone` is 1.0", "`trainable: lora` or `trainable: full`"),
+        ("`dataset.shuffle_buffer` is 5", "`dataset.streaming: true`"),
+        ("`dataset.heldout_split` is 'x'", "`dataset.heldout`"),
+        ("`heldout_blocks` is 1", "`dataset.heldout` or `dataset.heldout_share`"),
+    ]
