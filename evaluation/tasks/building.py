@@ -17,7 +17,7 @@ from . import longbench, ruler
 from .boxed import boxed_items
 from .choices import CHOICE_TASKS, choice_items
 from .item import Item
-from .long_decoding import long_items
+from .long_decoding import long_items, position_edges
 from .lookup import lookup_items
 from .registry import BOXED, COUNT, LOOKUP, NEW_TOKENS, WITH_LENGTH, TaskConfig
 
@@ -118,7 +118,15 @@ def _items(
         return boxed_items(tokenizer, file, count=count, max_new_tokens=config.max_new_tokens or NEW_TOKENS, chat=chat)
     prompts = load_documents(file, subset=None, split="train", text_field="text")["text"][:count]
     return long_items(
-        model, tokenizer, prompts, directory, length=length, temperature=config.temperature, seed=seed, chat=chat
+        model,
+        tokenizer,
+        prompts,
+        directory,
+        length=length,
+        temperature=config.temperature,
+        seed=seed,
+        chat=chat,
+        edges=position_edges(length) if config.edges is None else (*config.edges, length),
     )
 
 

@@ -101,11 +101,13 @@ def long_items(
     temperature: float,
     seed: int,
     chat: bool,
+    edges: tuple[int, ...],
 ) -> list[LongItem]:
     """A text of `length` tokens for each prompt, written by the model, or read where it was written before.
 
     Args:
         directory: of the output; texts lie in :data:`TEXTS` of it.
+        edges: see :class:`LongItem`.
 
     Raises:
         UserError: prompt and text are longer than the model's positions.
@@ -124,7 +126,7 @@ def long_items(
             path.parent.mkdir(parents=True, exist_ok=True)
             write_text(path, json.dumps(settings | {"text": written}) + "\n")
         written = json.loads(path.read_text(encoding="utf-8"))["text"]
-        items.append(LongItem(context=prompt, cluster=number, text=tuple(written), edges=position_edges(length)))
+        items.append(LongItem(context=prompt, cluster=number, text=tuple(written), edges=edges))
     return items
 
 

@@ -68,6 +68,11 @@ class TaskConfig:
         unit="tokens",
     )
     temperature: float = option(1.0, help=f"of {LONG}: at which the text is sampled; 0 is greedy")
+    edges: list[int] | None = option(
+        None,
+        help=f"of {LONG}: where in the text a range of positions ends that has figures of its own; by default 512, 1024, …",
+        unit="tokens",
+    )
 
     def __post_init__(self):
         for name in self.task:
@@ -82,6 +87,14 @@ class TaskConfig:
         if self.temperature:
             check_temperature(self.temperature, "temperature", greedy="0 takes the likeliest tokens")
         require(self.shots >= 0, "shots", self.shots, "zero or positive")
+        if self.edges is not None:
+            within = min(self.edges, default=0) > 0 and max(self.edges) < min(self.length)
+            require(
+                within and self.edges == sorted(set(self.edges)),
+                "edges",
+                self.edges,
+                f"positions within the shortest text ({min(self.length)} tokens), each larger than the one before",
+            )
         from_files = [name for name in self.names if name in FROM_FILES]
         require(not from_files or self.file is not None, "file", None, f"given for {', '.join(from_files)}")
         require(

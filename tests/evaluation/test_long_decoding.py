@@ -24,6 +24,7 @@ def test_another_model_of_the_same_configuration_writes_texts_of_its_own(tmp_pat
             temperature=1.0,
             seed=0,
             chat=False,
+            edges=position_edges(20),
         )
         texts.append(item.text)
     assert texts[0] == texts[2] != texts[1]

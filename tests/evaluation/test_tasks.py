@@ -279,6 +279,13 @@ def test_long_decoding_is_compared_by_position(values, files, tmp_path, monkeypa
     monkeypatch.setattr(torch, "multinomial", None)
     again = by_method(last(values | {"tasks": tasks, "methods": methods}, output), "long_decoding 600")
     assert again == rows
+    # Its positions can be divided elsewhere.
+    other = by_method(
+        last(values | {"tasks": [tasks[0] | {"edges": [12, 88]}], "methods": methods}, output), "long_decoding 600"
+    )
+    found = other["static-joint-pf 0.3"]
+    parts = [size * found[f"kl {part}"] for part, size in (("0–12", 12), ("12–88", 76), ("88–600", 512))]
+    assert sum(parts) / 600 == pytest.approx(found["kl"]) == pytest.approx(rows["static-joint-pf 0.3"]["kl"])
 
 
 def test_a_chat_template_goes_around_context_and_question():
@@ -331,6 +338,10 @@ def test_generation_stops_where_an_answer_is_settled_or_ends():
         (
             {"tasks": [{"task": "lookup", "temperature": 1e-40}]},
             "`.*temperature` must be at least 1e-06 and finite; 0 takes the likeliest tokens",
+        ),
+        (
+            {"tasks": [{"task": "long_decoding", "file": "x", "length": 600, "edges": [500, 600]}]},
+            r"`.*edges` must be positions within the shortest text \(600 tokens\), each larger than the one before",
         ),
         (
             {"tasks": [{"task": "lookup", "facts": 2, "questions": 3}]},
