@@ -51,19 +51,11 @@ def open_gates(model: PreTrainedModel) -> None:
     Raises:
         UserError: a plan of bits says what is kept, and rounds it.
     """
-    check_can_open(settings_of(model))
+    settings = settings_of(model)
+    remedy = "one with gates or ranks to open; a plan of bits that dropped nothing would be the uncompressed cache"
+    require(not settings.has_plan, "rank_policy", settings.rank_policy, remedy)
     for compressor in token_compressors(model):
         compressor.gate.open()
-
-
-def check_can_open(settings: DynaKVConfig) -> None:
-    """Raise :class:`UserError` unless a compressor with these settings has gates or ranks to open."""
-    require(
-        not settings.has_plan,
-        "rank_policy",
-        settings.rank_policy,
-        "one with gates or ranks to open; a plan of bits that dropped nothing would be the uncompressed cache",
-    )
 
 
 def use_dynakv_cache(model: PreTrainedModel) -> PreTrainedModel:

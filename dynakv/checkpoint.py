@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dynakv.attaching import add_compressors, check_can_open, detach, use_dynakv_cache
+from dynakv.attaching import add_compressors, detach, use_dynakv_cache
 from dynakv.attaching import open_gates as keep_everything
 from dynakv.checkpoint_files import (
     CONFIG,
@@ -19,7 +19,7 @@ from dynakv.checkpoint_files import (
     read_state,
     write_files,
 )
-from dynakv.config import METHOD, WEIGHTS_DEPEND_ON
+from dynakv.config import METHOD, WEIGHTS_DEPEND_ON, DynaKVConfig
 from dynakv.layer_compressor import LayerCompressor, layer_compressor
 from dynakv.model_compressors import compressors, settings_of, token_compressors
 from dynakv.planned_bits import PlannedBits
@@ -28,7 +28,7 @@ from lowrank_kv.hf import full_checkpoint
 from lowrank_kv.hf.geometry import check_not_offloaded, geometry_of, warn_of_another
 from lowrank_kv.hf.self_check import check_by_itself
 from lowrank_kv.utils.atomic_write import copy_all_but, new_directory
-from lowrank_kv.utils.config import to_dict
+from lowrank_kv.utils.config import require, to_dict
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.paths import path_of
 from lowrank_kv.utils.torch_defaults import fp32_on_cpu
@@ -147,7 +147,7 @@ def attach(
     config = read_config(directory)
     settings = config.compressor.overridden(**overrides)
     if open_gates:
-        check_can_open(settings)
+        _check_opened(settings, overrides)
     _check_model(model, config, directory)
     state = checked_state(directory, config)
     if replace:
@@ -165,6 +165,13 @@ def attach(
         detach(model)
         raise
     return model
+
+
+def _check_opened(settings: DynaKVConfig, overrides: Mapping[str, Any]) -> None:
+    """Raise :class:`UserError` unless there are gates to open, and no override that would then change nothing."""
+    require(not settings.has_plan, "open_gates", True, "left out of a plan of bits, which rounds whatever it keeps")
+    for key in ("threshold", "granularity", "mask"):
+        require(key not in overrides, key, overrides.get(key), "left out with `open_gates`, which keeps everything")
 
 
 def initialize_from_checkpoint(model: PreTrainedModel, directory: str | Path) -> None:

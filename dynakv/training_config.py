@@ -386,10 +386,8 @@ class TrainConfig:
         is_held = not self.compressor.has_price or self.rate.target_retain_rate is not None
         for holds, remedy in (
             (is_measured, "0 without text to measure: give `dataset.heldout` or `dataset.heldout_share`"),
-            (
-                saved and every % saved == 0,
-                f"a multiple of `checkpoint_every`, {saved}, whose states hold what is best",
-            ),
+            (saved, "0 without `checkpoint_every`, whose states hold what is best: give that, too"),
+            (every % (saved or 1) == 0, f"a multiple of `checkpoint_every`, {saved}, whose states hold what is best"),
             (is_held, "0 at a fixed price, where what keeps most is nearest: give `rate.target_retain_rate`"),
             (self.trainable != FULL, "0 with `trainable: full`, which leaves no uncompressed model to be near to"),
         ):

@@ -105,7 +105,7 @@ class MethodConfig:
             return PEERS[self.peer].needs
         if self.checkpoint is not None:
             return frozenset()
-        return frozenset({CALIBRATION, READ} if self.ojakv_config().has_plan else {CALIBRATION})
+        return frozenset({CALIBRATION, READ} if self.ojakv_config().needs_read else {CALIBRATION})
 
     @property
     def reads_exactly(self) -> bool:

@@ -137,7 +137,7 @@ def _with_preset(
     config = OjaKVConfig.preset(preset, rate=rate, **settings)
     if bases is None:
         name = model.config._name_or_path or "MODEL"
-        read = " --read_gradients true" if config.has_plan else ""
+        read = " --read_gradients true" if config.needs_read else ""
         raise UserError(
             f"the preset `{preset}` needs bases of this model; run `lowrank-kv calibrate --model {name} --output bases/mine "
             f"--name TEXT{read}` once, and give `bases='bases/mine'`"

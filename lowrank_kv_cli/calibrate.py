@@ -50,8 +50,8 @@ class CalibrateConfig(CalibrationText):
     )
     read_gradients: bool = option(
         False,
-        help="also take the gradients of what later tokens read of a compressed cache, for the `mixed` presets and for "
-        "training plans of bits",
+        help="also take the gradients of what later tokens read of a compressed cache, for the `mixed` presets, for "
+        "`weigh_by: loss` and for training plans of bits",
     )
     read_energy: bool = option(
         False,

@@ -144,7 +144,7 @@ def _calibration_of(settings: ServingConfig) -> Calibration:
     if config.has_plan and calibration.read is None:
         raise UserError(
             f"`bases` {settings.bases} do not say what is read of a compressed cache, which plans of bits are made "
-            f"from; calibrate with `--read_gradients true`, or serve `--preset static-joint-pf`"
+            f"from; calibrate with `--read_gradients true` (or `--read_energy true`), or serve `--preset static-joint-pf`"
         )
     _check_margin(settings, config)
     return calibration

@@ -154,16 +154,20 @@ def _spectra(calibration: Calibration, index: int, config: OjaKVConfig) -> list[
 
 def _spectra_by_loss(calibration: Calibration, index: int, config: OjaKVConfig) -> list[_Spectrum]:
     """The same of what later tokens read of a compressed cache, and of how the loss answers to it."""
-    if calibration.by_energy:
+    if calibration.read is None or calibration.by_energy:
         raise UserError(
-            f"{calibration.origin} was made with `read_energy` and knows no loss; leave `weigh_by` out, or make it anew "
-            f"with `read_gradients: true`"
+            f"{calibration.origin} was made without `read_gradients` and knows no loss; leave `weigh_by` out, or make it "
+            f"anew with `read_gradients: true`"
         )
     heads, spectra = calibration.geometry.num_kv_heads, []
     for side in (KEY, VALUE):
         read = calibration.read_states()[index][side]
-        parts = (parts_of(m_CC, layout=config.layout, num_heads=heads) for m_CC in (read.state_CC, read.gradient_CC))
-        of_parts = [Spectrum.of_states(state_WW, gradient_WW) for state_WW, gradient_WW in zip(*parts, strict=True)]
+        of_parts = [read.spectrum]  # found once for all rates
+        if config.layout != "joint":
+            parts = (
+                parts_of(m_CC, layout=config.layout, num_heads=heads) for m_CC in (read.state_CC, read.gradient_CC)
+            )
+            of_parts = [Spectrum.of_states(state_WW, gradient_WW) for state_WW, gradient_WW in zip(*parts, strict=True)]
         encoder_PWW, decoder_PWW, importance_PW = (
             torch.stack([getattr(each, name) for each in of_parts])
             for name in ("encoder_CC", "decoder_CC", "importance_C")

@@ -48,10 +48,8 @@ def plan_for_bytes(
     require(0 < share < math.inf, "share", share, "positive; 0.3 is three tenths of the bytes")
     require(tokens >= 1, "tokens", tokens, "at least 1")
     require(0 <= prompt <= tokens, "prompt", prompt, f"between 0 and `tokens` ({tokens})")
-    # The counts do not depend on the rate.
-    sequences = planned_layers(config, len(calibration.geometry.layers), prompt=prompt, tokens=tokens)
-    full = calibration.geometry.full_nbytes(tokens, itemsize)
-    plan = _largest_plan(calibration, config, lambda plan: nbytes_of_layers(plan, sequences, itemsize) / full, share)
+    nbytes = share * calibration.geometry.full_nbytes(tokens, itemsize)
+    plan = _plan_within(calibration, config, nbytes, prompt=prompt, tokens=tokens, itemsize=itemsize)
     if plan is None:
         raise UserError(
             f"no rate brings this cache to {share:.3f} of the uncompressed bytes at {tokens} tokens; keep fewer tokens at "
@@ -76,16 +74,25 @@ def plan_for_budget(calibration: Calibration, config: OjaKVConfig, budget: Budge
     check_arguments(calibration, config)
     check_type("budget", budget, Budget, "a budget, such as Budget.parse('4096 B/token')")
     itemsize = checked_itemsize(itemsize)
-    if budget.tokens is not None:
-        share = budget.nbytes / calibration.geometry.full_nbytes(budget.tokens, itemsize)
-        return plan_for_bytes(calibration, config, share, prompt=budget.tokens, tokens=budget.tokens, itemsize=itemsize)
-    plan = _largest_plan(calibration, config, lambda plan: token_nbytes(plan, itemsize), budget.nbytes)
+    if budget.tokens is None:
+        what, remedy = "each token", "one coefficient of each layer takes more; give more bytes"
+        plan = _largest_plan(calibration, config, lambda plan: token_nbytes(plan, itemsize), budget.nbytes)
+    else:
+        what, remedy = f"{budget.tokens:,} tokens", "give more bytes, or keep fewer tokens at full rank"
+        text = {"prompt": budget.tokens, "tokens": budget.tokens}
+        plan = _plan_within(calibration, config, budget.nbytes, **text, itemsize=itemsize)
     if plan is None:
-        raise UserError(
-            f"no rate brings a token to {budget.nbytes:,.0f} bytes; one coefficient of each layer takes more; give a "
-            f"larger budget"
-        )
+        raise UserError(f"no rate keeps within the `budget` of {budget.nbytes:,.0f} bytes for {what}; {remedy}")
     return plan
+
+
+def _plan_within(
+    calibration: Calibration, config: OjaKVConfig, nbytes: float, *, prompt: int, tokens: int, itemsize: int
+) -> Plan | None:
+    """The plan of the highest rate whose cache of a text takes at most so many bytes; None where no rate's does."""
+    # The counts do not depend on the rate.
+    sequences = planned_layers(config, len(calibration.geometry.layers), prompt=prompt, tokens=tokens)
+    return _largest_plan(calibration, config, lambda plan: nbytes_of_layers(plan, sequences, itemsize), nbytes)
 
 
 def _largest_plan(

@@ -135,7 +135,7 @@ class OjaKVConfig(WindowedConfig):
     cache_dtype: str = option(
         "model",
         help=f"{CACHE_DTYPE_HELP}; or `{MIXED}`, each coefficient in as many bits as the loss asks of it, at `rate` of the "
-        f"bytes of a token in 16 bits; needs a calibration with `read_gradients`",
+        f"bytes of a token in 16 bits; needs a calibration with `read_gradients` or `read_energy`",
         choices=(*CACHE_DTYPES, MIXED),
     )
     group_size: int | None = option(None, help=GROUP_SIZE_HELP)
@@ -259,6 +259,11 @@ class OjaKVConfig(WindowedConfig):
     def has_plan(self) -> bool:
         """Whether coefficients are held by a plan of bits."""
         return self.cache_dtype == MIXED
+
+    @property
+    def needs_read(self) -> bool:
+        """Whether it is made from what a calibration says of what is read of a compressed cache."""
+        return self.has_plan or self.weigh_by == LOSS
 
     @property
     def integers(self) -> IntegerQuantization | None:

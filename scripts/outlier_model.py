@@ -44,17 +44,19 @@ def add_outliers(model: PreTrainedModel, scale: float, seed: int = 0) -> None:
     """Make one channel of each KV head's values, and a pair of its keys', `scale` times as large, in place.
 
     Raises:
-        UserError: attention has other parts than the four projections, or pairs other dims than the halves of a head; or
-            `scale` is not positive.
+        UserError: attention has other parts than the four projections, or `scale` is not positive; or, the model having been
+            changed, it says something else.
     """
     require(scale > 0, "scale", scale, "positive")
-    ids = torch.arange(_CHECKED)[None] % model.config.vocab_size
+    ids = torch.arange(_CHECKED, device=model.device)[None] % model.config.vocab_size
     before = model(ids, use_cache=False).logits
     _add_outliers(model, scale, seed)
     after = model(ids, use_cache=False).logits
-    if (after - before).abs().max() > 1e-3 * before.std():
+    if not (after - before).abs().max() <= 1e-3 * before.std():  # of infinite numbers nothing is less
         raise UserError(
-            "the model says something else afterwards: it rotates other dims together than the halves of a head"
+            f"the model says something else with channels {scale:g} times as large: it may clip keys or values, rotate "
+            f"other dims together than the halves of a head, or not hold such numbers; use one such as Llama, or a smaller "
+            f"`scale`"
         )
 
 

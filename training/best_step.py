@@ -1,5 +1,6 @@
 """What a run does for :mod:`training.selection`: measure on its way as at its end, and go back to the best step."""
 
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,8 @@ import dynakv
 from lowrank_kv.utils.errors import UserError
 
 from .data import Batch, TrainingBlocks
-from .ending import settle_and_measure
 from .engine import Engine
+from .finalization import finalize_and_measure
 from .reporting import Reporter
 from .resumable_state import add_to_progress, load_weights, read_progress, read_weights, step_directory
 from .run_state import RunState
@@ -31,17 +32,17 @@ def measure_if_due(
 
     Args:
         stream: apart from the one that is trained on (:meth:`training.data.TrainingBlocks.apart`).
-        heldout, states: as :func:`training.ending.settle_and_measure` takes them.
+        heldout, states: as :func:`training.finalization.finalize_and_measure` takes them.
     """
     if not run.selection.is_due(run.step):
         return
     sides = dynakv.token_compressors(engine.model)
     settings = [side.config for side in sides]
     places = run.places.saved[0]
-    with warnings.catch_warnings():
+    with reporter.paused(), warnings.catch_warnings():
         # The report of the step says it, and the end of the run may well meet the target.
         warnings.filterwarnings("ignore", message="the calibrated threshold leaves the hard rate at")
-        found = settle_and_measure(engine, stream, heldout, states, step=run.step, places=places)
+        found = finalize_and_measure(engine, stream, heldout, states, step=run.step, places=places)
     entry = run.selection.add(run.step, found)
     directory = step_directory(states, run.step)
     if directory.exists():
@@ -68,10 +69,12 @@ def load_best(engine: Engine, run: RunState, states: Path) -> dict[str, Any] | N
         return None
     best = run.selection.best
     if best is None and engine.main:
+        what = f"has a rate near `rate.target_retain_rate`, {engine.config.rate.target_retain_rate}"
+        remedy = "train for longer, or measure more often"
+        if not any(math.isfinite(entry["kl"]) for entry in run.selection.measured):
+            what, remedy = "has a finite divergence", "lower `optimizer.lr_projection`"
         warnings.warn(
-            f"`heldout_every` selects nothing: no measured step has a rate near `rate.target_retain_rate`, "
-            f"{engine.config.rate.target_retain_rate}, and the run ends with its last step; train for longer, or measure "
-            f"more often",
+            f"`heldout_every` selects nothing: no measured step {what}, and the run ends with its last step; {remedy}",
             stacklevel=2,
         )
     # Processes may round apart: the first decides.

@@ -15,15 +15,16 @@ from .engine import Engine
 from .resumable_state import load_weights, read_progress, read_weights, saved_states
 
 
-def load_mean(engine: Engine, root: Path, count: int, *, until: int) -> list[int]:
-    """Fill a prepared engine's parameters with their means over the newest `count` states up to a step; every process must
+def load_mean(engine: Engine, root: Path, count: int, *, every: int, until: int) -> list[int]:
+    """Fill a prepared engine's parameters with their means over the last `count` states up to a step; every process must
     call this.
 
     A damaged state is skipped with a warning on stderr, and having fewer than `count` is only warned of, so that a missing
     state does not lose the run.
 
     Args:
-        root: directory of all states.
+        root: directory of all states, which may hold the best step's, too, long before the others.
+        every: steps from one state to the next.
         until: the last step whose state counts.
 
     Returns:
@@ -34,12 +35,14 @@ def load_mean(engine: Engine, root: Path, count: int, *, until: int) -> list[int
     """
     found: dict[int, Path] = {}
     for directory in reversed(saved_states(root, until=until)):
-        if len(found) == count:
-            break
         try:
-            found[read_progress(directory)["step"]] = directory
+            step = read_progress(directory)["step"]
         except UserError as error:
             _warn(engine, f"{directory} is damaged and is left out of the mean: {error}")
+            continue
+        if len(found) == count or (found and step <= max(found) - count * every):
+            break
+        found[step] = directory
     if not found:
         raise UserError(f"there is no undamaged checkpoint under `{root}` to average; set `average_checkpoints` to 0")
     if len(found) < count:

@@ -1,4 +1,4 @@
-"""The end of a run: settle and measure what its last step left, or its best one, and save that."""
+"""The end of a run: finalize and measure what its last step left, or its best one, and save that."""
 
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ from dynakv.training_config import COMPRESSOR
 from .best_step import load_best
 from .data import Batch, TrainingBlocks
 from .data_sources import labels_of
-from .ending import settle_and_measure
 from .engine import Engine
+from .finalization import finalize_and_measure
 from .model_card import write_card
 from .optimizer import merged_state
 from .reporting import Reporter, write_summary
@@ -62,7 +62,7 @@ def finish(
     if config.heldout_every:
         summary |= {SELECTED: step, **run.selection.progress()}
     engine.wrapped.eval()
-    summary |= settle_and_measure(
+    summary |= finalize_and_measure(
         engine,
         stream,
         heldout,

@@ -1,6 +1,7 @@
 """Continued pre-training of a DynaKV compressor: the one training loop."""
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,7 @@ from .resumable_state import changed_settings, save_state, saved_states
 from .run_records import begin_record
 from .run_state import RunState, begin_run, lr_projection_of, resume_run, saved_run
 from .schedule import learning_rate_factor
+from .selection import digest_of
 from .soft_thresholds import fix_ranks_if_due
 from .step import optimizer_step
 from .stream_places import readers_of
@@ -98,9 +100,9 @@ def _train(config: TrainConfig, resume: bool) -> Path:
     layers = list(dynakv.compressors(engine.model))
     guard = DivergenceGuard(gradient_norms.names, layers, config.max_loss_increase, states)
     if saved is None:
-        run = begin_run(engine, stream, price, lr_projection, guard)
+        run = begin_run(engine, stream, price, lr_projection, guard, digest_of(heldout))
     else:
-        run = resume_run(engine, *saved, lr_projection, guard)
+        run = resume_run(engine, *saved, lr_projection, guard, digest_of(heldout))
     record = begin_record(engine, None if saved is None else saved[1])
     batches = _batches(engine, stream, run)
     reporter = _reporter(engine, run.step)
@@ -109,8 +111,9 @@ def _train(config: TrainConfig, resume: bool) -> Path:
             _tell_of_changed_settings(saved[1], config, reporter)
         sentence = tokenizer(config.report.sentence or SENTENCE)["input_ids"]
         begin_training(engine)
-        of_heldout = (stream.apart() if config.heldout_every else stream), heldout, states, reporter
-        measure_if_due(engine, run, *of_heldout)  # a run may have been stopped between a state and its measurement
+        apart = stream.apart() if config.heldout_every else stream
+        select = functools.partial(measure_if_due, engine, run, apart, heldout, states, reporter)
+        select()  # a run may have been stopped between a state and its measurement
         while run.step < steps:
             _schedule(engine, run.step)
             passes = config.optimizer.gradient_accumulation_steps
@@ -132,7 +135,7 @@ def _train(config: TrainConfig, resume: bool) -> Path:
                 progress = run.progress(engine) | {"run_id": record["run_id"], "inputs": record["inputs"]}
                 also = run.selection.states_kept
                 save_state(states, run.step, engine, progress, config.keep_checkpoints, also)
-            measure_if_due(engine, run, *of_heldout)
+            select()
         return finish(engine, run, stream, heldout, tokenizer, reporter, record)
 
 

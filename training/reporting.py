@@ -8,9 +8,12 @@ and 5).
 Shapes: L compressed layers, T tokens; 2 is (keys, values).
 """
 
+import contextlib
 import dataclasses
 import json
+import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +76,13 @@ class Reporter:
                     _forget_rows_after(path, start)
                 self.writer = SummaryWriter(str(directory / "tensorboard"), purge_step=start + 1)
             self.bar = progress_bar(total=steps, initial=start, desc="training", unit="step")
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is done within is no part of training, whose speed is reported."""
+        began = time.monotonic()
+        yield
+        self.started += time.monotonic() - began
 
     def step(self, step: int, values: dict[str, float], rates: RetainRates) -> None:
         """Report the end of step number `step`, counted from 1."""
@@ -147,7 +157,8 @@ class Reporter:
                 for key, value in values.items():
                     self.writer.add_scalar(f"selection, {name}/{key}", value, step)
             _append(self.metrics, {"step": step, "heldout_kl": kl, "heldout_rate": rate, "heldout": texts})
-        told = "the best so far" if is_best else "no better" if entry["is_accepted"] else "too far from the target rate"
+        why_not = "too far from the target rate" if math.isfinite(kl) else "not finite"
+        told = "the best so far" if is_best else "no better" if entry["is_accepted"] else why_not
         self.bar.write(f"held out, step {step}: kl {kl:.4g} at a rate of {rate:.4g}, {told}")
 
     def note(self, name: str, values: dict[str, Any], step: int) -> None:

@@ -68,14 +68,14 @@ def saved_run(states: Path, engine: Engine) -> tuple[Path, dict[str, Any]]:
     """
     state, progress = newest_state(states, main=engine.main)
     check_same_run(progress["config"], to_dict(engine.config))
-    check_settled(progress, engine.config)
+    check_fixed_target(progress, engine.config)
     if engine.main:  # texts may be long to hash
         check_same_texts(engine.config.dataset, progress)
     return state, progress
 
 
-def check_settled(progress: dict[str, Any], config: TrainConfig) -> None:
-    """Raise :class:`UserError` where a target has changed by which bits or ranks were settled already."""
+def check_fixed_target(progress: dict[str, Any], config: TrainConfig) -> None:
+    """Raise :class:`UserError` where a target has changed by which bits or ranks were fixed already."""
     saved, has_plan = progress["config"], config.compressor.has_plan
     before, now = saved["rate"]["target_retain_rate"], config.rate.target_retain_rate
     last = progress["step"] - 1, saved["optimizer"]["steps"], config.rate.fix_ranks_from
@@ -97,9 +97,18 @@ def lr_projection_of(config: TrainConfig, saved: tuple[Path, dict[str, Any]] | N
 
 
 def begin_run(
-    engine: Engine, stream: TrainingBlocks, price: float | None, lr_projection: float, guard: DivergenceGuard
+    engine: Engine,
+    stream: TrainingBlocks,
+    price: float | None,
+    lr_projection: float,
+    guard: DivergenceGuard,
+    heldout_text: str,
 ) -> RunState:
-    """Initialize the compressors and start α at `price`, or at the initialization's estimate if `price` is None."""
+    """Initialize the compressors and start α at `price`, or at the initialization's estimate if `price` is None.
+
+    Args:
+        heldout_text: digest of what is held out (:func:`training.selection.digest_of`).
+    """
     texts_read = texts_of_run(engine.config)
     if engine.main:  # before a long calibration
         warn_of_heldout_text(engine.config, texts_read)
@@ -111,7 +120,7 @@ def begin_run(
     places = StreamPlaces(engine, None)
     return RunState(
         step=0,
-        selection=Selection(engine.config),
+        selection=Selection(engine.config, heldout_text),
         lr_projection=lr_projection,
         places=places,
         controller=controller,
@@ -121,9 +130,17 @@ def begin_run(
 
 
 def resume_run(
-    engine: Engine, state: Path, progress: dict[str, Any], lr_projection: float, guard: DivergenceGuard
+    engine: Engine,
+    state: Path,
+    progress: dict[str, Any],
+    lr_projection: float,
+    guard: DivergenceGuard,
+    heldout_text: str,
 ) -> RunState:
     """Load the state that :func:`saved_run` found into a prepared engine.
+
+    Args:
+        heldout_text: as for :func:`begin_run`.
 
     Raises:
         UserError: the global batch is another, or the run has done more steps than `optimizer.steps`.
@@ -151,7 +168,7 @@ def resume_run(
     controller = _controller(engine.config, **progress["controller"])
     return RunState(
         step=step,
-        selection=Selection.resumed(engine.config, progress, main=engine.main),
+        selection=Selection.resumed(engine.config, heldout_text, progress, main=engine.main),
         lr_projection=lr_projection,
         places=places,
         controller=controller,

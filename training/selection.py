@@ -8,15 +8,17 @@ as near to `rate.target_retain_rate` as the calibration of τ asks, within 0.01,
 0.1. The rate is that of the training text that says τ or counts classes, else the mean of the held-out texts.
 """
 
+import hashlib
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dynakv.training_config import TrainConfig
 from lowrank_kv.utils.config import to_dict
 
-from .ending import SETTLED
+from .data import Batch
+from .finalization import RATE_ENTRIES
 from .resumable_state import changed_settings
 from .threshold_calibration import FAR_OFF
 
@@ -35,30 +37,44 @@ _MEASURED_BY = (
 )
 
 
+def digest_of(heldout: Mapping[str, Sequence[Batch]]) -> str:
+    """SHA-256 of the held-out tokens: a file may change while its name stays."""
+    digest = hashlib.sha256()
+    for name, batches in heldout.items():
+        digest.update(name.encode())
+        for batch in batches:
+            digest.update(batch.ids_BT.numpy().tobytes())
+    return digest.hexdigest()
+
+
 class Selection:
     """What was measured in a run so far, and which step is the best.
 
     Args:
         config: of the run.
+        text: digest of what is held out (:func:`digest_of`).
         measured: so far, ready for JSON: ``step``, ``kl``, ``rate``, ``is_accepted``, ``states`` (the steps of the states
-            that it was made of) and ``texts`` (name → what :func:`training.validation.measure` found) of each measured step.
+            that it was made of), ``texts`` (name → what :func:`training.validation.measure` found) and ``text`` (the digest)
+            of each measured step.
     """
 
-    def __init__(self, config: TrainConfig, measured: Sequence[dict[str, Any]] = ()):
-        self.config, self.measured = config, list(measured)
+    def __init__(self, config: TrainConfig, text: str, measured: Sequence[dict[str, Any]] = ()):
+        self.config, self.text, self.measured = config, text, list(measured)
 
     @classmethod
-    def resumed(cls, config: TrainConfig, progress: dict[str, Any], *, main: bool) -> "Selection":
+    def resumed(cls, config: TrainConfig, text: str, progress: dict[str, Any], *, main: bool) -> "Selection":
         """That of a state, without what was measured on other text or at another rate, of which the main process warns."""
         measured = progress.get(MEASURED, []) if config.heldout_every else []
         changed = [key for key in changed_settings(progress["config"], to_dict(config)) if key.startswith(_MEASURED_BY)]
-        if measured and changed and main:
+        what = f"`{changed[0]}`" if changed else "the held-out text"
+        is_other = bool(changed) or any(entry["text"] != text for entry in measured)
+        if measured and is_other and main:
             warnings.warn(
-                f"`{changed[0]}` is another than before: what was measured up to step {progress['step']} cannot be compared "
+                f"{what} is another than before: what was measured up to step {progress['step']} cannot be compared "
                 f"with what will be, and the run selects among later steps; set it back to select among all",
                 stacklevel=2,
             )
-        return cls(config, [] if changed else measured)
+        return cls(config, text, [] if is_other else measured)
 
     def is_due(self, step: int) -> bool:
         """Whether to measure now, after `step` steps."""
@@ -71,9 +87,9 @@ class Selection:
         )
 
     def add(self, step: int, found: dict[str, Any]) -> dict[str, Any]:
-        """Add what :func:`training.ending.settle_and_measure` found after `step`; returns its entry."""
+        """Add what :func:`training.finalization.finalize_and_measure` found after `step`; returns its entry."""
         texts = found["heldout"]
-        on_training_text = [found[key]["hard_rate"] for key in SETTLED if key in found]
+        on_training_text = [found[key]["hard_rate"] for key in RATE_ENTRIES if key in found]
         rates = on_training_text or [each["hard_rate"] for each in texts.values()]
         kl, rate = sum(each["kl"] for each in texts.values()) / len(texts), sum(rates) / len(rates)
         entry = {
@@ -85,6 +101,7 @@ class Selection:
             "texts": {
                 name: {key: each[key] for key in ("kl", "perplexity", "hard_rate")} for name, each in texts.items()
             },
+            "text": self.text,
         }
         self.measured.append(entry)
         return entry

@@ -23,6 +23,7 @@ from lowrank_kv.stores.bit_plan import SCALE_BITS, UNCODED, WIDTHS, BitPlan
 from lowrank_kv.stores.importance_gate import ImportanceGate
 from lowrank_kv.stores.token_plans import PLACE_BYTES, TokenPlans
 from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.torch_defaults import fp32_on_cpu
 
 # Allocation and codebooks depend on each other; after two rounds neither moves.
 _ROUNDS = 2
@@ -82,6 +83,7 @@ def coded_bases(
     return coded_model(calibration, rate, **settings).layers
 
 
+@fp32_on_cpu()
 def coded_model(
     calibration: Calibration,
     rate: float,
@@ -170,7 +172,7 @@ def _warn_of_few_tokens(calibration: Calibration, joint_layers: int, width: int)
         warnings.warn(
             f"{calibration.origin} is of {calibration.tokens:,} tokens, too few for rows of {width:,} numbers{together}: "
             f"calibrate on at least {2 * width:,}, or better ten times as many{narrower}",
-            stacklevel=3,
+            stacklevel=4,  # whoever calls `coded_model`, which is wrapped
         )
 
 

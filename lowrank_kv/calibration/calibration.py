@@ -94,7 +94,8 @@ class Calibration:
 
         Args:
             gradients: also take the loss's gradients, from which training can start; costs a backward pass.
-            read_gradients: also take what is read of a compressed cache, from which plans of bits are made; costs another.
+            read_gradients: also take what is read of a compressed cache, from which plans of bits and
+                bases for `weigh_by: loss` are made; costs another.
             read_energy: the same of a model whose backward pass does not fit: energy stands for the gradients.
             joint_layers: with one of these two: for how many layers whose keys and values are coded together; 0 for none.
             self_check: first compare the model with a full-rank compressed cache to the model by itself, once for each

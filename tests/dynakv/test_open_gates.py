@@ -70,11 +70,20 @@ def test_a_plan_has_no_gates_to_open(tmp_path):
     planned_model(trained, 0.3)
     dynakv.save_compressor(trained, tmp_path / "c")
     model = tiny_model()
-    with pytest.raises(UserError, match="`rank_policy` must be one with gates .* uncompressed cache; got 'plan'"):
+    with pytest.raises(UserError, match="`open_gates` must be left out of a plan of bits"):
         dynakv.attach(model, tmp_path / "c", open_gates=True)
     assert not dynakv.is_attached(model)
     with pytest.raises(UserError, match="`open_gates` .*true or false"):
         dynakv.attach(model, tmp_path / "c", open_gates="yes")
+
+
+def test_settings_that_open_gates_leave_without_an_effect_are_refused(tmp_path):
+    trained = tiny_model()
+    dynakv_model(trained, 0.4)
+    dynakv.save_compressor(trained, tmp_path / "c")
+    for key, value in {"threshold": 0.3, "granularity": 16, "mask": "hard"}.items():
+        with pytest.raises(UserError, match=f"`{key}` must be left out with `open_gates`, which keeps everything"):
+            dynakv.attach(tiny_model(), tmp_path / "c", open_gates=True, **{key: value})
 
 
 def test_a_row_with_open_gates_is_the_full_cache(tiny_dir, checkpoint, text_file, tmp_path):

@@ -106,8 +106,10 @@ def test_where_they_are_not_to_be_had_it_is_said(preset, settings, message):
 
 def test_a_calibration_must_know_the_loss():
     plain = Calibration.from_text(tiny_model(), ids_of(2, 160), progress=False, self_check=False)
-    with pytest.raises(UserError, match="read_gradients: true"):
+    with pytest.raises(UserError, match="knows no loss; leave `weigh_by` out, or .* `read_gradients: true`"):
         make_plan(plain, config_of(weigh_by="loss"))
+    with pytest.raises(UserError, match="calibrate .* --read_gradients true` once"):
+        lowrank_kv.compress(tiny_model(), "static-joint-pf", weigh_by="loss")
     by_energy = Calibration.from_text(tiny_model(), ids_of(2, 160), read_energy=True, **SETTINGS)
     with pytest.raises(UserError, match="knows no loss"):
         make_plan(by_energy, config_of(weigh_by="loss"))

@@ -84,8 +84,16 @@ def test_shapes_say_the_bytes_of_a_plan(calibration, layout, cache_dtype, compre
 
 def test_a_budget_that_no_rate_keeps_is_refused(model, calibration):
     for preset, budget, message in (
-        ("static-joint-pf", "1 B/token", "no rate brings a token to 1 bytes"),
-        ("ojakv-joint", f"1 KB/{LENGTH} tokens", "no rate brings this cache to"),
+        (
+            "static-joint-pf",
+            "1 B/token",
+            "no rate keeps within the `budget` of 1 bytes for each token; .* give more bytes",
+        ),
+        (
+            "ojakv-joint",
+            f"1 KB/{LENGTH} tokens",
+            f"no rate keeps within the `budget` of 1,000 bytes for {LENGTH:,} tokens; give more bytes",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             OjaKVCache.from_model(model, OjaKVConfig.preset(preset), bases=calibration, budget=budget)

@@ -36,11 +36,13 @@ def test_a_text_is_read_as_before_and_channels_stand_out(tiny_dir, tmp_path):
 
 
 def test_models_that_would_say_something_else_are_refused():
+    with pytest.raises(UserError, match="not hold such numbers; use one such as Llama, or a smaller `scale`"):
+        add_outliers(tiny_model(), float("inf"))
     with pytest.raises(UserError, match="`scale` must be positive"):
         add_outliers(tiny_model(), 0.0)
     with pytest.raises(
         UserError, match="has k_norm, .*; use a model whose attention has q_proj, k_proj, v_proj, o_proj"
     ):
         add_outliers(Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16)), 30.0)
-    with pytest.raises(UserError, match="rotates other dims together than the halves of a head"):
+    with pytest.raises(UserError, match="says something else .* rotate other dims together than the halves"):
         add_outliers(CohereForCausalLM(CohereConfig(**SHAPE, logit_scale=1.0)).float(), 30.0)

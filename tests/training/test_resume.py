@@ -22,7 +22,7 @@ from lowrank_kv.utils.config import build, to_dict
 from lowrank_kv.utils.errors import UserError
 from training.initialization import DEFAULT_PRICE
 from training.resumable_state import OPTIMIZER, check_same_run, load_into, saved_states, step_directory
-from training.run_state import check_settled
+from training.run_state import check_fixed_target
 
 TEXT = {"dataset": {"heldout_share": 0.2, "streaming": True, "shuffle_buffer": 8}}
 
@@ -372,9 +372,9 @@ def test_fixed_ranks_keep_their_target(training_values, done, is_fixed):
         for rate in (0.5, 0.4)
     )
     progress = {"step": done, "config": to_dict(before)}
-    check_settled(progress, before)
+    check_fixed_target(progress, before)
     if not is_fixed:
-        check_settled(progress, now)
+        check_fixed_target(progress, now)
         return
     with pytest.raises(UserError, match="its ranks were fixed for 0.5, and now it is 0.4"):
-        check_settled(progress, now)
+        check_fixed_target(progress, now)

@@ -183,14 +183,42 @@ def test_a_lost_best_step_is_told_and_the_last_can_be_had(training_values, selec
 def test_what_was_measured_on_other_text_is_forgotten(training_values, selected):
     config = config_of(training_values, **SELECTED)
     progress = read_progress(selected / "states/step-000008")
-    assert len(Selection.resumed(config, progress, main=True).measured) == 4
+    text = progress["heldout_by_step"][0]["text"]
+    assert len(Selection.resumed(config, text, progress, main=True).measured) == 4
     changed = config_of(training_values, **merged(SELECTED, {"heldout_blocks": 2}))
     with pytest.warns(UserWarning, match="`heldout_blocks` is another than before: .* set it back"):
-        assert not Selection.resumed(changed, progress, main=True).measured
-    assert not Selection.resumed(changed, progress, main=False).measured
+        assert not Selection.resumed(changed, text, progress, main=True).measured
+    assert not Selection.resumed(changed, text, progress, main=False).measured
     off = config_of(training_values, **{**SELECTED, "heldout_every": 0})
-    assert not Selection.resumed(off, progress, main=True).measured
-    assert not Selection.resumed(config, {"step": 2, "config": to_dict(off)}, main=True).measured
+    assert not Selection.resumed(off, text, progress, main=True).measured
+    assert not Selection.resumed(config, text, {"step": 2, "config": to_dict(off)}, main=True).measured
+
+
+def test_a_file_that_is_another_under_its_name_is_other_text(training_values, text_file, tmp_path):
+    heldout = shutil.copy(text_file, tmp_path / "held.jsonl")
+    changes = {**SELECTED, "dataset": {"heldout": str(heldout)}}
+    train_here(training_values, tmp_path / "run", **changes)
+    measured = summary(tmp_path / "run")["heldout_by_step"]
+    shutil.rmtree(tmp_path / "run/checkpoint")
+    lines = heldout.read_text().splitlines(keepends=True)
+    heldout.write_text("".join(lines[1:]))
+    later = merged(changes, {"optimizer": {"steps": 10}})
+    with pytest.warns(UserWarning, match="the held-out text is another than before: .* step 8 cannot be compared"):
+        train_here(training_values, tmp_path / "run", resume=True, **later)
+    found = summary(tmp_path / "run")["heldout_by_step"]
+    assert [each["step"] for each in found] == [8, 10]
+    assert found[0]["text"] == found[1]["text"] != measured[0]["text"] == measured[-1]["text"]
+
+
+def test_a_mean_takes_no_state_of_long_ago(training_values, tmp_path, capfd):
+    """As a run's folder may hold the best step's."""
+    train_here(training_values, tmp_path / "run", **{**SELECTED, "keep_checkpoints": 4})
+    shutil.rmtree(tmp_path / "run/checkpoint")
+    shutil.rmtree(tmp_path / "run/states/step-000004")
+    changes = {**SELECTED, "heldout_every": 0, "average_checkpoints": 3, "keep_checkpoints": 4}
+    train_here(training_values, tmp_path / "run", resume=True, **changes)
+    assert summary(tmp_path / "run")["averaged_steps"] == [6, 8]
+    assert "`average_checkpoints` is 3, and the mean is of 2" in capfd.readouterr().err
 
 
 def test_means_of_states_are_measured_and_selected(training_values, tmp_path):
@@ -240,7 +268,7 @@ def entry(step: int, *, kl: float, rate: float) -> dict:
     ],
 )
 def test_only_steps_near_the_target_rate_count(training_values, changes, rates, best):
-    selection = Selection(config_of(training_values, **merged(GATES, changes)))
+    selection = Selection(config_of(training_values, **merged(GATES, changes)), "text")
     for step, rate in enumerate(rates, 1):
         selection.add(**entry(step, kl=step / 10, rate=rate))
     assert (selection.best and selection.best["step"]) == best
@@ -248,7 +276,7 @@ def test_only_steps_near_the_target_rate_count(training_values, changes, rates, 
 
 
 def test_divergences_that_are_no_numbers_do_not_count(training_values):
-    selection = Selection(config_of(training_values, **GATES))
+    selection = Selection(config_of(training_values, **GATES), "text")
     for step, kl in enumerate([float("nan"), 0.2, float("inf"), 0.2], 1):
         selection.add(**entry(step, kl=kl, rate=0.5))
     assert selection.best["step"] == 2, "the first of equal ones"
@@ -272,7 +300,7 @@ def test_a_run_without_a_step_near_its_rate_ends_with_the_last(training_values, 
         ({"heldout_every": -1}, "from 0 to `optimizer.steps`, 8; got -1"),
         ({"heldout_every": 10}, "from 0 to `optimizer.steps`, 8; got 10"),
         ({"heldout_every": 3}, "a multiple of `checkpoint_every`, 2, .*; got 3"),
-        ({"checkpoint_every": 0}, "a multiple of `checkpoint_every`, 0"),
+        ({"checkpoint_every": 0}, "0 without `checkpoint_every`"),
         ({"heldout_blocks": 0}, "0 without text to measure: give `dataset.heldout` or `dataset.heldout_share`; got 2"),
         ({"dataset": {"heldout": None}}, "0 without text to measure"),
         ({"rate": {"target_retain_rate": None}}, "0 at a fixed price, .*: give `rate.target_retain_rate`"),

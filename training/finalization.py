@@ -1,4 +1,4 @@
-"""The compressor that a run saves: averaged, with ranks, τ or shares of classes settled, and measured on held-out text."""
+"""The compressor that a run saves: averaged, with ranks fixed, τ calibrated or classes counted, and measured."""
 
 import math
 from collections.abc import Callable
@@ -22,12 +22,12 @@ from .threshold_calibration import calibrate_threshold
 from .validation import measure
 
 # Entries of what is found, of which a run has one where training text says what is kept.
-SETTLED = CLASSES, RANKS, THRESHOLD = ("measured_classes", "allocated_ranks", "calibrated_threshold")
+RATE_ENTRIES = CLASSES, RANKS, THRESHOLD = ("measured_classes", "allocated_ranks", "calibrated_threshold")
 
 Note = Callable[[str, dict[str, Any]], None]
 
 
-def settle_and_measure(
+def finalize_and_measure(
     engine: Engine,
     stream: TrainingBlocks,
     heldout: dict[str, list[Batch]],
@@ -50,7 +50,9 @@ def settle_and_measure(
     """
     config, found = engine.config, {}
     if config.average_checkpoints:
-        found["averaged_steps"] = load_mean(engine, states, config.average_checkpoints, until=step)
+        found["averaged_steps"] = load_mean(
+            engine, states, config.average_checkpoints, every=config.checkpoint_every, until=step
+        )
     if config.compressor.rank_policy == SOFT_THRESHOLD:
         fix_ranks_if_due(engine, config.optimizer.steps)
     # All processes calibrate on the same text: what the first would train on next.
@@ -62,14 +64,16 @@ def settle_and_measure(
     )
     found["heldout"] = {}
     with engine.computing():
-        found |= _settle(engine.model, config, following, note)
+        found |= _calibrate_to_rate(engine.model, config, following, note)
         for name, batches in heldout.items():
             found["heldout"][name] = measure(engine.model, batches)
             note(f"held out, {name}", found["heldout"][name])
     return found
 
 
-def _settle(model: PreTrainedModel, config: TrainConfig, following: TrainingBlocks, note: Note) -> dict[str, Any]:
+def _calibrate_to_rate(
+    model: PreTrainedModel, config: TrainConfig, following: TrainingBlocks, note: Note
+) -> dict[str, Any]:
     """Bring the hard rate to its target on the `following` training text, or measure there what a plan takes."""
     rate, is_nested = config.rate, config.compressor.rank_policy == NESTED
     is_classed = any(map(has_classes, dynakv.token_compressors(model)))
