@@ -99,10 +99,11 @@ def _train(config: TrainConfig, resume: bool) -> Path:
     gradient_norms = GradientNorms(engine.parameters, engine.device)
     layers = list(dynakv.compressors(engine.model))
     guard = DivergenceGuard(gradient_norms.names, layers, config.max_loss_increase, states)
+    heldout_text = digest_of(heldout)
     if saved is None:
-        run = begin_run(engine, stream, price, lr_projection, guard, digest_of(heldout))
+        run = begin_run(engine, stream, price, lr_projection, guard, heldout_text)
     else:
-        run = resume_run(engine, *saved, lr_projection, guard, digest_of(heldout))
+        run = resume_run(engine, *saved, lr_projection, guard, heldout_text)
     record = begin_record(engine, None if saved is None else saved[1])
     batches = _batches(engine, stream, run)
     reporter = _reporter(engine, run.step)

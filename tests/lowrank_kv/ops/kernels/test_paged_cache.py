@@ -321,7 +321,7 @@ def test_beams_that_are_cut_short_leave_an_empty_cache(model):
 @torch.no_grad()
 def test_a_call_that_is_cut_short_leaves_no_key_without_its_value(model, end):
     cache = PagedDynaKVCache.from_model(model, max_length=96, rate=1.0)
-    ids = token_ids(model, 1, 26)
+    ids = token_ids(model, 2, 26)
     model(ids[:, :20], past_key_values=cache)
     expected = model(ids[:, 20:], past_key_values=copy.deepcopy(cache)).logits
     layer, append = cache.layers[1], paged_layer.gated_append
