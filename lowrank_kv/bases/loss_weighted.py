@@ -33,7 +33,9 @@ class WeightedBasis:
     loss_C: Tensor
 
 
-def weighted_basis(moment_CC: Tensor, gradient_CC: Tensor, *, power: float = POWER) -> WeightedBasis:
+def weighted_basis(
+    moment_CC: Tensor, gradient_CC: Tensor, *, power: float = POWER, damping: float = DAMPING
+) -> WeightedBasis:
     """The PCA of x W^½, with W the damped root of the gradients' moment, mapped back to the states.
 
     Of all bases of rank r its leading r columns minimize E[e W eᵀ] for the error e of rebuilt states. With the identity
@@ -44,12 +46,13 @@ def weighted_basis(moment_CC: Tensor, gradient_CC: Tensor, *, power: float = POW
         gradient_CC: second moment of the loss's gradients with regard to them
             (:func:`lowrank_kv.calibration.gradient_moments.gradient_moments`).
         power: of the gradients' moment that W is; 1 is the second-order estimate.
+        damping: share of the mean weight that each direction gets on top.
     """
     moment_CC, gradient_CC = moment_CC.double(), gradient_CC.double()
     weight_C, direction_CC = torch.linalg.eigh(gradient_CC)
     weight_C = weight_C.clamp(min=0)
     # Directions in which no gradient was seen get a little weight, too. If all gradients are zero, all weights are equal.
-    weight_C = (weight_C + DAMPING * weight_C.mean().clamp(min=torch.finfo(torch.float64).tiny)) ** power
+    weight_C = (weight_C + damping * weight_C.mean().clamp(min=torch.finfo(torch.float64).tiny)) ** power
     weight_C = weight_C / weight_C.log().mean().exp()  # det 1: coefficients are of the states' size
     root_CC = (direction_CC * weight_C.sqrt()) @ direction_CC.T
     unroot_CC = (direction_CC / weight_C.sqrt()) @ direction_CC.T

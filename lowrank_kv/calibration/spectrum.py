@@ -11,6 +11,9 @@ from lowrank_kv.bases.loss_weighted import weighted_basis
 
 # The gradients' moment itself: near the uncompressed model the second-order estimate holds (docs/log/bit-plans.md).
 _POWER = 1.0
+# A tenth of each number's own mean square is added, as Marquardt's damping has it, so that a part of small gradients is not
+# drowned by one of large ones, and no channel's unit matters. Numbers that have no gradient at all get next to nothing.
+_DAMPING, _UNSEEN = 0.1, 1e-9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,8 +33,10 @@ class Spectrum:
     @classmethod
     def of_states(cls, state_CC: Tensor, gradient_CC: Tensor) -> "Spectrum":
         """The basis of states with these second moments, of the states and of the loss's gradients with regard to them."""
-        basis = weighted_basis(state_CC, gradient_CC, power=_POWER)
-        inverse_CC, gradient_CC = basis.inverse_CC.double(), gradient_CC.double()
+        gradient_CC = gradient_CC.double()
+        damped_CC = gradient_CC + _DAMPING * gradient_CC.diagonal().diag()
+        basis = weighted_basis(state_CC, damped_CC, power=_POWER, damping=_UNSEEN)
+        inverse_CC = basis.inverse_CC.double()
         importance_C = basis.energy_C * (inverse_CC @ gradient_CC * inverse_CC).sum(dim=1)
         order_C = importance_C.argsort(descending=True)
         size_C = basis.energy_C.clamp(min=float(basis.energy_C.max()) * 1e-9).clamp(min=1e-30).sqrt()

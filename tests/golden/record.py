@@ -8,7 +8,8 @@
 What is recorded is this checkout, wherever the package is installed from. A file is the same, byte for byte, whenever one
 commit is recorded on one machine. `test_golden.py` compares with the files here, which are recorded again only where results
 are meant to change; a new row of `tests/methods.py` or `tests/families.py` is added with its commit, to each on a processor
-of its kind.
+of its kind. Where no processor of a kind is at hand, its labels whose results were meant to change are deleted, and `--add`
+gets them on the next one.
 """
 
 import argparse
