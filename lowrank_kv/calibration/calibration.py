@@ -16,12 +16,20 @@ from transformers import PreTrainedModel
 
 from lowrank_kv.bases.moments import SecondMoment
 from lowrank_kv.calibration.activation_moments import KEY, KEY_VALUE, SIDES, VALUE, calibrate
-from lowrank_kv.calibration.calibration_files import MOMENTS, RECORD, read_config, read_tensors, write_calibration
+from lowrank_kv.calibration.calibration_files import (
+    CONFIG,
+    MOMENTS,
+    RECORD,
+    read_config,
+    read_tensors,
+    write_calibration,
+)
 from lowrank_kv.calibration.checked_tensor import checked_tensor
 from lowrank_kv.calibration.gradient_moments import gradient_moments
 from lowrank_kv.calibration.known_text import KnownText
 from lowrank_kv.calibration.read_moments import read_moments
 from lowrank_kv.calibration.read_states import ReadStates, read_from, read_states_of, tensors_of
+from lowrank_kv.calibration.spectrum import DAMPING
 from lowrank_kv.calibration.weight_marks import are_others, weight_marks
 from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.hf.geometry import KVGeometry, geometry_of, layer_groups, warn_of_another
@@ -229,15 +237,22 @@ class Calibration:
         """Read what :meth:`save` wrote.
 
         Raises:
-            UserError: the directory is no calibration, or a damaged one.
+            UserError: the directory is no calibration, or a damaged one, or one whose gates tell classes of tokens from
+                coefficients in the bases of an older version.
         """
         directory = path_of(directory, "directory")
         config = read_config(directory)
         flat, joint_layers = read_tensors(directory, config), config.joint_layers or 0
+        read = read_from(flat, config.geometry, joint_layers, directory / MOMENTS)
+        if read is not None and config.damping != DAMPING:
+            raise UserError(
+                f"`{directory}` was made by another version, in whose bases its gates tell classes of tokens "
+                f"(`damping: {config.damping}` in {CONFIG}, here {DAMPING}); calibrate again"
+            )
         return cls(
             geometry=config.geometry,
             moments=_unflattened(flat, config.geometry, directory / MOMENTS),
-            read=read_from(flat, config.geometry, joint_layers, directory / MOMENTS),
+            read=read,
             joint_layers=joint_layers,
             exact_tokens=config.exact_tokens,
             by_energy=config.by_energy,

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
+from lowrank_kv.calibration.spectrum import DAMPING
 from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.hf.geometry import KVGeometry
 from lowrank_kv.utils.atomic_write import new_directory, put_back
@@ -35,6 +36,7 @@ _ENTRIES = {
     "joint_layers": int | None,
     "exact_tokens": dict | None,
     "by_energy": bool | None,
+    "damping": float | int | None,
 }
 # What says which text was read, beside its tokens.
 RECORD = {
@@ -61,6 +63,7 @@ class CalibrationConfig:
         exact_tokens: those that what is read of a compressed cache was taken beside; None where nothing was, and of older
             calibrations.
         by_energy: energy stands for the loss's gradients in what is read of a compressed cache.
+        damping: of the bases that gates of what is read were fitted in; older calibrations do not say it.
         record: what says which text was read, of :data:`RECORD`; older calibrations say less.
         sha256: of the moments' file.
     """
@@ -71,6 +74,7 @@ class CalibrationConfig:
     joint_layers: int | None
     exact_tokens: ExactTokens | None
     by_energy: bool
+    damping: float | None
     record: dict[str, Any]
     sha256: str
 
@@ -102,6 +106,7 @@ def write_calibration(
         "joint_layers": joint_layers,
         "exact_tokens": None if exact_tokens is None else to_dict(exact_tokens),
         "by_energy": by_energy,
+        "damping": DAMPING,
         "sha256": hashlib.sha256(data).hexdigest(),
     }
     with new_directory(directory, MOMENTS) as partial:
@@ -134,6 +139,7 @@ def read_config(directory: str | Path) -> CalibrationConfig:
         joint_layers=values.get("joint_layers"),
         exact_tokens=None if exact_tokens is None else build(ExactTokens, exact_tokens, source=str(path)),
         by_energy=bool(values.get("by_energy")),
+        damping=values.get("damping"),
         record={key: values[key] for key in RECORD if key in values},
         sha256=values["sha256"],
     )

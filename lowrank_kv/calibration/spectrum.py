@@ -13,7 +13,7 @@ from lowrank_kv.bases.loss_weighted import weighted_basis
 _POWER = 1.0
 # A tenth of each number's own mean square is added, as Marquardt's damping has it, so that a part of small gradients is not
 # drowned by one of large ones, and no channel's unit matters. Numbers that have no gradient at all get next to nothing.
-_DAMPING, _UNSEEN = 0.1, 1e-9
+DAMPING, _UNSEEN = 0.1, 1e-9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Spectrum:
     def of_states(cls, state_CC: Tensor, gradient_CC: Tensor) -> "Spectrum":
         """The basis of states with these second moments, of the states and of the loss's gradients with regard to them."""
         gradient_CC = gradient_CC.double()
-        damped_CC = gradient_CC + _DAMPING * gradient_CC.diagonal().diag()
+        damped_CC = gradient_CC + DAMPING * gradient_CC.diagonal().diag()
         basis = weighted_basis(state_CC, damped_CC, power=_POWER, damping=_UNSEEN)
         inverse_CC = basis.inverse_CC.double()
         importance_C = basis.energy_C * (inverse_CC @ gradient_CC * inverse_CC).sum(dim=1)

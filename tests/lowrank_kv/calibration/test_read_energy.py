@@ -99,6 +99,17 @@ def test_the_default_preset_takes_it(by_energy):
     assert model(ids_of(1, 8)).past_key_values.compressed_layers()[0].config.own_directions == 4
 
 
+def test_gates_of_other_bases_are_refused(by_gradients, tmp_path):
+    """Their coefficients are not those of the bases made here: classes of tokens would silently be others."""
+    by_gradients.save(tmp_path / "bases", model="tiny", text=["random"])
+    config = tmp_path / "bases" / "config.json"
+    values = json.loads(config.read_text())
+    for other in ({}, {"damping": None}, {"damping": 0.3}):
+        config.write_text(json.dumps({key: value for key, value in values.items() if key != "damping"} | other))
+        with pytest.raises(UserError, match=r"in whose bases its gates tell classes.*here 0.1.*; calibrate again"):
+            Calibration.load(tmp_path / "bases")
+
+
 def test_an_older_file_is_of_gradients(by_gradients, tmp_path):
     by_gradients.save(tmp_path / "bases", model="tiny", text=["random"])
     config = tmp_path / "bases/config.json"
