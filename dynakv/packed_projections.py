@@ -1,7 +1,9 @@
 """Projections of a checkpoint that is shared, as integers of eight bits.
 
-Of a projection U alone is kept, an integer for each entry and one scale for each of its columns, which is a coefficient's
-direction. The way back is taken anew from what was kept, so that U · V stays I whatever was rounded.
+Of a projection U alone is kept: an integer for each entry, one scale for each of its rows, which is a number of a key or
+value, and one for each of its columns, which is a coefficient's direction. In a row of several layers numbers differ a
+thousandfold in size, and scales of columns alone would round away the entries of the largest (docs/log/bit-plans.md). The
+way back is taken anew from what was kept, so that U · V stays I whatever was rounded.
 
 Shapes: C joint width.
 """
@@ -14,7 +16,8 @@ from torch import Tensor
 from dynakv.projection import RELATIVE, Projection
 from lowrank_kv.utils.errors import UserError
 
-PLACE, CODES, SCALE = ".projection.", ".projection.codes", ".projection.scale"
+PLACE = ".projection."
+CODES, SCALE, ROW_SCALE = f"{PLACE}codes", f"{PLACE}scale", f"{PLACE}row_scale"
 _LARGEST = 127
 # Which of a projection's kinds have one matrix and its inverse.
 PACKABLE = ("exact", RELATIVE)
@@ -34,17 +37,21 @@ def packed(state: Mapping[str, Tensor], decoder: str) -> dict[str, Tensor]:
         decoder: kind of the projections, one of :data:`PACKABLE`.
 
     Returns:
-        `layers.….projection.codes` (C, C) int8 and `….scale` (C,) fp32 for each projection, and all other tensors.
+        `layers.….projection.codes` (C, C) int8, `….scale` of columns and `….row_scale`, both (C,) fp32, for each projection,
+        and all other tensors.
     """
     found = {name: tensor for name, tensor in state.items() if PLACE not in name}
     for projection in projections_in(state, decoder):
         place = projection.name
         basis_CC, _ = projection.fixed_matrices(torch.float64, torch.device("cpu"))
-        scale_C = (basis_CC.abs().amax(dim=0) / _LARGEST).float()
-        # A column of zeros, which no projection that can be inverted has, would be divided by zero.
-        code_CC = (basis_CC / scale_C.double().clamp_min(torch.finfo(torch.float32).tiny)).round()
-        found[place + CODES] = code_CC.clamp(-_LARGEST, _LARGEST).to(torch.int8)
+        # A row or column of zeros, which no projection that can be inverted has, would be divided by zero.
+        least = torch.finfo(torch.float32).tiny
+        row_C = basis_CC.square().mean(dim=1).sqrt().clamp_min(least).float()
+        even_CC = basis_CC / row_C.double()[:, None]
+        scale_C = (even_CC.abs().amax(dim=0) / _LARGEST).clamp_min(least).float()
+        found[place + CODES] = (even_CC / scale_C.double()).round().clamp(-_LARGEST, _LARGEST).to(torch.int8)
         found[place + SCALE] = scale_C
+        found[place + ROW_SCALE] = row_C
     return found
 
 
@@ -59,14 +66,15 @@ def unpacked(state: Mapping[str, Tensor], decoder: str, widths: Mapping[str, int
     Raises:
         UserError: a projection has another form than :func:`packed` gives it, or cannot be inverted.
     """
-    found = {name: tensor for name, tensor in state.items() if not name.endswith((CODES, SCALE))}
+    found = {name: tensor for name, tensor in state.items() if not name.endswith((CODES, SCALE, ROW_SCALE))}
     for name, code_CC in state.items():
         if not name.endswith(CODES):
             continue
         place = name.removesuffix(CODES)
         scale_C, width = state.get(place + SCALE), widths.get(place, 0)
-        _check(code_CC, scale_C, width, f"{name} of `{origin}`")
-        basis_CC = code_CC.double() * scale_C.double()
+        row_C = state.get(place + ROW_SCALE, torch.ones(width))  # files of older versions have scales of columns alone
+        _check(code_CC, scale_C, row_C, width, f"{name} of `{origin}`")
+        basis_CC = row_C.double()[:, None] * code_CC.double() * scale_C.double()
         if decoder != RELATIVE:
             found[f"{place}{PLACE}weight"] = basis_CC.float()
             continue
@@ -92,16 +100,12 @@ def projections_in(state: Mapping[str, Tensor], decoder: str) -> Iterator[Projec
         yield projection
 
 
-def _check(code_CC: Tensor, scale_C: Tensor | None, width: int, what: str) -> None:
-    fits = (
-        scale_C is not None
-        and code_CC.shape == (width, width)
-        and code_CC.dtype == torch.int8
-        and scale_C.shape == (width,)
-        and scale_C.dtype == torch.float32
-    )
-    if not fits:
+def _check(code_CC: Tensor, scale_C: Tensor | None, row_C: Tensor, width: int, what: str) -> None:
+    are_scales = [
+        each is not None and each.shape == (width,) and each.dtype == torch.float32 for each in (scale_C, row_C)
+    ]
+    if not (code_CC.shape == (width, width) and code_CC.dtype == torch.int8 and all(are_scales)):
         raise UserError(
-            f"{what} and its scale must be int8 of {width} × {width} and fp32 of {width}; the file is damaged or of another "
-            f"model: export the checkpoint again"
+            f"{what} and its scales must be int8 of {width} × {width} and fp32 of {width}; the file is damaged or of "
+            f"another model: export the checkpoint again"
         )

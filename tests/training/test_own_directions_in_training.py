@@ -65,7 +65,7 @@ def test_a_pass_rebuilds_what_the_cache_serves(token_classes, tmp_path):
     cache.activate_past_recording()  # the prompt waits until the call behind it, as a pass has it
     served = [model(part, past_key_values=cache).logits for part in ids.split([PERIOD, *[1] * PERIOD], dim=1)]
     owns = [store.own for store in stores_of(cache)]
-    assert sum(own is not None for own in owns) >= 3
+    assert sum(own is not None for own in owns) >= 2
 
     for layer in dynakv.compressors(model).values():
         layer.train()
