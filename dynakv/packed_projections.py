@@ -17,7 +17,7 @@ from dynakv.projection import RELATIVE, Projection
 from lowrank_kv.utils.errors import UserError
 
 PLACE = ".projection."
-CODES, SCALE, ROW_SCALE = f"{PLACE}codes", f"{PLACE}scale", f"{PLACE}row_scale"
+CODES, SCALE = f"{PLACE}codes", f"{PLACE}scale"
 _LARGEST = 127
 # Which of a projection's kinds have one matrix and its inverse.
 PACKABLE = ("exact", RELATIVE)
@@ -37,8 +37,8 @@ def packed(state: Mapping[str, Tensor], decoder: str) -> dict[str, Tensor]:
         decoder: kind of the projections, one of :data:`PACKABLE`.
 
     Returns:
-        `layers.….projection.codes` (C, C) int8, `….scale` of columns and `….row_scale`, both (C,) fp32, for each projection,
-        and all other tensors.
+        `layers.….projection.codes` (C, C) int8 and `….scale` (2, C) fp32, of rows and of columns, for each projection, and
+        all other tensors.
     """
     found = {name: tensor for name, tensor in state.items() if PLACE not in name}
     for projection in projections_in(state, decoder):
@@ -48,10 +48,9 @@ def packed(state: Mapping[str, Tensor], decoder: str) -> dict[str, Tensor]:
         least = torch.finfo(torch.float32).tiny
         row_C = basis_CC.square().mean(dim=1).sqrt().clamp_min(least).float()
         even_CC = basis_CC / row_C.double()[:, None]
-        scale_C = (even_CC.abs().amax(dim=0) / _LARGEST).clamp_min(least).float()
-        found[place + CODES] = (even_CC / scale_C.double()).round().clamp(-_LARGEST, _LARGEST).to(torch.int8)
-        found[place + SCALE] = scale_C
-        found[place + ROW_SCALE] = row_C
+        column_C = (even_CC.abs().amax(dim=0) / _LARGEST).clamp_min(least).float()
+        found[place + CODES] = (even_CC / column_C.double()).round().clamp(-_LARGEST, _LARGEST).to(torch.int8)
+        found[place + SCALE] = torch.stack([row_C, column_C])
     return found
 
 
@@ -66,15 +65,17 @@ def unpacked(state: Mapping[str, Tensor], decoder: str, widths: Mapping[str, int
     Raises:
         UserError: a projection has another form than :func:`packed` gives it, or cannot be inverted.
     """
-    found = {name: tensor for name, tensor in state.items() if not name.endswith((CODES, SCALE, ROW_SCALE))}
+    found = {name: tensor for name, tensor in state.items() if not name.endswith((CODES, SCALE))}
     for name, code_CC in state.items():
         if not name.endswith(CODES):
             continue
         place = name.removesuffix(CODES)
-        scale_C, width = state.get(place + SCALE), widths.get(place, 0)
-        row_C = state.get(place + ROW_SCALE, torch.ones(width))  # files of older versions have scales of columns alone
-        _check(code_CC, scale_C, row_C, width, f"{name} of `{origin}`")
-        basis_CC = row_C.double()[:, None] * code_CC.double() * scale_C.double()
+        scale, width = state.get(place + SCALE), widths.get(place, 0)
+        _check(code_CC, scale, width, f"{name} of `{origin}`")
+        if scale.ndim == 1:  # files of older versions have scales of columns alone
+            scale = torch.stack([torch.ones(width), scale])
+        row_C, column_C = scale.double()
+        basis_CC = row_C[:, None] * code_CC.double() * column_C
         if decoder != RELATIVE:
             found[f"{place}{PLACE}weight"] = basis_CC.float()
             continue
@@ -100,12 +101,16 @@ def projections_in(state: Mapping[str, Tensor], decoder: str) -> Iterator[Projec
         yield projection
 
 
-def _check(code_CC: Tensor, scale_C: Tensor | None, row_C: Tensor, width: int, what: str) -> None:
-    are_scales = [
-        each is not None and each.shape == (width,) and each.dtype == torch.float32 for each in (scale_C, row_C)
-    ]
-    if not (code_CC.shape == (width, width) and code_CC.dtype == torch.int8 and all(are_scales)):
+def _check(code_CC: Tensor, scale: Tensor | None, width: int, what: str) -> None:
+    fits = (
+        scale is not None
+        and code_CC.shape == (width, width)
+        and code_CC.dtype == torch.int8
+        and scale.shape in {(width,), (2, width)}
+        and scale.dtype == torch.float32
+    )
+    if not fits:
         raise UserError(
-            f"{what} and its scales must be int8 of {width} × {width} and fp32 of {width}; the file is damaged or of "
+            f"{what} and its scale must be int8 of {width} × {width} and fp32 of 2 × {width}; the file is damaged or of "
             f"another model: export the checkpoint again"
         )

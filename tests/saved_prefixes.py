@@ -3,8 +3,8 @@
 import torch
 
 
-def random_ids(batch: int = 2, length: int = 40) -> torch.Tensor:
-    return torch.randint(1, 97, (batch, length), generator=torch.Generator().manual_seed(0))
+def random_ids(batch: int = 2, length: int = 40, *, seed: int = 0) -> torch.Tensor:
+    return torch.randint(1, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
 def read(model, cache, ids: torch.Tensor, count: int) -> None:

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 import dynakv
 from dynakv.checkpoint import load_compressors, save_again, tensors_of
 from dynakv.checkpoint_files import WEIGHTS, read_config, write_files
-from dynakv.packed_projections import CODES, ROW_SCALE, SCALE
+from dynakv.packed_projections import CODES, SCALE
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv_cli import export as command
 from lowrank_kv_cli import generate
@@ -39,7 +39,7 @@ def exported(saved, tmp_path):
 
 
 def test_what_is_exported_rebuilds_as_exactly_and_takes_fewer_bytes(saved, exported):
-    assert (exported / WEIGHTS).stat().st_size < 0.72 * (saved / WEIGHTS).stat().st_size
+    assert (exported / WEIGHTS).stat().st_size < 0.7 * (saved / WEIGHTS).stat().st_size
     assert (exported / "README.md").read_text() == "a card"
     assert read_config(exported).summary == {"steps": 3}
     before, after = load_compressors(saved), load_compressors(exported)
@@ -65,7 +65,7 @@ def test_a_file_without_scales_of_rows_is_one_of_an_older_version(exported):
     expected = load_compressors(exported)
     for name in [name for name in state if name.endswith(CODES)]:
         place = name.removesuffix(CODES)
-        del state[place + ROW_SCALE]
+        state[place + SCALE] = state[place + SCALE][1].clone()
     write_files(exported, state, config)
     for index, layer in load_compressors(exported).items():
         found_CC, _ = layer.key.projection.fixed_matrices(torch.float64, torch.device("cpu"))

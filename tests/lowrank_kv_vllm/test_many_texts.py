@@ -14,7 +14,7 @@ from dynakv import DynaKVCache
 from evaluation.tasks.reader import Reader
 
 NEW = 64
-PROMPTS = [prompt_of(2 + 7 * i % 97, 100 + i) for i in range(32)]
+PROMPTS = [prompt_of(2 + 7 * i % 97, 200 + i) for i in range(32)]
 # With rebuilt prompts a text depends on nothing but its tokens, so that one reference holds for all ways.
 SETTINGS = {"prefill": "reconstructed", "page_margin": 5.0}
 WAYS = {

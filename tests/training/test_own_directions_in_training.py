@@ -60,12 +60,12 @@ def test_a_pass_rebuilds_what_the_cache_serves(token_classes, tmp_path):
     """A prompt at once and then token by token through the cache of a checkpoint; and all of it in one pass that trains."""
     dynakv.save_compressor(adaptive_model(token_classes=token_classes), tmp_path / "c")
     model = dynakv.attach(tiny_model(), tmp_path / "c")
-    ids = token_ids(1, 2 * PERIOD)
+    ids = token_ids(1, 2 * PERIOD, seed=7)
     cache = dynakv.DynaKVCache.from_model(model)
     cache.activate_past_recording()  # the prompt waits until the call behind it, as a pass has it
     served = [model(part, past_key_values=cache).logits for part in ids.split([PERIOD, *[1] * PERIOD], dim=1)]
     owns = [store.own for store in stores_of(cache)]
-    assert sum(own is not None for own in owns) >= 2
+    assert sum(own is not None for own in owns) >= 3
 
     for layer in dynakv.compressors(model).values():
         layer.train()
