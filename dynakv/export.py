@@ -14,6 +14,7 @@ from lowrank_kv.utils.atomic_write import copy_all_but, new_directory
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.paths import name_of, path_of
+from lowrank_kv.utils.torch_defaults import fp32_on_cpu
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 MOST_ERROR = 1e-3  # ‖U V − I‖ / ‖I‖
@@ -34,7 +35,7 @@ def export_compressor(directory: str | Path, output: str | Path, *, base_model: 
     Raises:
         UserError: `base_model` is no hub id; `directory` holds no compressor checkpoint, or a damaged or an exported one;
             its projections are not a matrix and its inverse, or cannot be inverted when rounded; `output` holds something
-            else, or is `directory`.
+            else, or is `directory` or within it.
     """
     is_id = base_model is None or (isinstance(base_model, str) and _HUB_ID.fullmatch(base_model) is not None)
     require(is_id, "base_model", base_model, "a hub id, such as HuggingFaceTB/SmolLM2-135M-Instruct, or left out")
@@ -52,6 +53,10 @@ def export_compressor(directory: str | Path, output: str | Path, *, base_model: 
         )
     if output.exists() and output.samefile(directory):
         raise UserError(f"`{output}` is the checkpoint itself, which training goes on from; choose another directory")
+    if output.resolve().is_relative_to(directory.resolve()):
+        raise UserError(
+            f"`{output}` is within the checkpoint, which would be copied into itself; choose another directory"
+        )
     state = packed(checked_state(directory, config), decoder)
     _check_rounded(
         unpacked(state, decoder, projection_widths(config.geometry, config.compressor), str(directory)), decoder
@@ -67,6 +72,7 @@ def _name(model: str) -> str:
     return name if _HUB_ID.fullmatch(name) else Path(name).name
 
 
+@fp32_on_cpu()
 def _check_rounded(state: Mapping[str, Tensor], decoder: str) -> None:
     """Raise :class:`UserError` naming the layer whose projection has no exact way back since it is rounded."""
     for projection in projections_in(state, decoder):

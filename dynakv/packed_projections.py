@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dynakv.projection import RELATIVE, Projection
 from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.torch_defaults import fp32_on_cpu
 
 PLACE = ".projection."
 CODES, SCALE = f"{PLACE}codes", f"{PLACE}scale"
@@ -29,6 +30,7 @@ def is_packed(names: Iterable[str]) -> bool:
 
 
 @torch.no_grad()
+@fp32_on_cpu()
 def packed(state: Mapping[str, Tensor], decoder: str) -> dict[str, Tensor]:
     """The tensors of a compressor with its projections packed.
 
@@ -55,6 +57,7 @@ def packed(state: Mapping[str, Tensor], decoder: str) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
+@fp32_on_cpu()
 def unpacked(state: Mapping[str, Tensor], decoder: str, widths: Mapping[str, int], origin: str) -> dict[str, Tensor]:
     """The tensors of a compressor from those of :func:`packed`; others are returned as they are.
 

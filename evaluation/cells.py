@@ -109,15 +109,23 @@ class Cells:
         *lines, unfinished = content.split(b"\n")
         if unfinished:  # a process was killed while it wrote
             os.truncate(self._path, len(content) - len(unfinished))
+        own = {field.name for field in dataclasses.fields(self._kind)}
         for number, line in enumerate(lines, 1):
             try:
                 found = json.loads(line)
                 of, score = found.pop("of"), found.pop("score")
-                self._found[_key(of)] = Cell(self._kind(**score), Measurer(**found))
+                others = score.keys() - own
+                if not others:
+                    self._found[_key(of)] = Cell(self._kind(**score), Measurer(**found))
             except (ValueError, KeyError, TypeError) as error:
                 raise UserError(
                     f"{self._path}: line {number} is damaged ({error}); delete that line, and its cell is measured again"
                 ) from error
+            if others:
+                raise UserError(
+                    f"{self._path} holds what another command measured: line {number} says {', '.join(sorted(others))}; "
+                    f"choose another --output"
+                )
 
 
 def _check_finite(score: Any, what: str) -> None:

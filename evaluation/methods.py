@@ -12,7 +12,7 @@ import dynakv
 from dynakv.checkpoint_files import read_config
 from lowrank_kv.utils.config import configuration, option, require, to_dict, within
 from lowrank_kv.utils.errors import UserError, nearest
-from lowrank_kv.utils.provenance import path_input
+from lowrank_kv.utils.provenance import path_input, version_of
 from ojakv import PRESETS, Calibration, OjaKVCache, OjaKVConfig, make_plan, plan_for_bytes
 
 from .peers import PEERS, TextLength
@@ -148,19 +148,20 @@ def available_methods(configs: list[MethodConfig]) -> list[MethodConfig]:
     Raises:
         UserError: none is left.
     """
-    found, left_out = [], set()
+    missing = [config for config in configs if config.optional and not Path(config.checkpoint).exists()]
+    left_out, found = {config.name for config in missing}, []
     for config in configs:
-        if config.optional and not Path(config.checkpoint).exists():
+        if config in missing:
             print(f"leaving out `{config.name}`: {config.checkpoint} is not there")
-            left_out.add(config.name)
         elif config.bytes_of in left_out and not (config.rates or config.bytes):
             print(f"leaving out `{config.name}`: it takes the bytes of `{config.bytes_of}`")
-            left_out.add(config.name)
         else:
             found.append(dataclasses.replace(config, bytes_of=None) if config.bytes_of in left_out else config)
     if not found:
-        missing = ", ".join(each.checkpoint for each in configs if each.checkpoint is not None)
-        raise UserError(f"none of the checkpoints is there: {missing}; train one of them, or give others as `methods`")
+        checkpoints = ", ".join(each.checkpoint for each in configs if each.checkpoint is not None)
+        raise UserError(
+            f"none of the checkpoints is there: {checkpoints}; train one of them, or give others as `methods`"
+        )
     return found
 
 
@@ -291,6 +292,7 @@ def _peer(
 ) -> Iterator[Method]:
     peer = PEERS[config.peer]
     of = {"peer": config.peer} | ({"edition": peer.edition} if peer.edition > 1 else {})
+    of |= {"versions": {name: version_of(name) for name in peer.libraries}} if peer.libraries else {}
     if peer.is_fixed:
         maker = peer.maker(model, calibration, None)
         yield _method(config, config.name, of, make=lambda _: maker)

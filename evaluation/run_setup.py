@@ -5,6 +5,7 @@ that were measured before.
 import collections
 import dataclasses
 import itertools
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,10 +15,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from dynakv.checkpoint_files import read_config
 from dynakv.known_texts import known_texts
 from lowrank_kv.calibration.known_text import KnownText
+from lowrank_kv.calibration.spectrum import DAMPING
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, load_tokenizer
 from lowrank_kv.utils.config import configuration, option, require
-from lowrank_kv.utils.provenance import model_input, path_input, token_input, weights_input
+from lowrank_kv.utils.provenance import content_input, model_input, path_input, weights_input
 from lowrank_kv.utils.text_data import CalibrationText
 from ojakv import Calibration
 
@@ -145,7 +147,10 @@ def load_calibration(
         print("`calibration` is left out: nothing that is measured needs it")
     elif config.calibration is not None:
         ids_NT = config.calibration.blocks(tokenizer)
-        inputs = [token_input("calibration", ",".join(config.calibration.name), ids_NT)]
+        # The same tokens in other blocks, or by another version's rule, are another calibration, whose cells are others.
+        how = json.dumps({"blocks": list(ids_NT.shape), "read_gradients": read_gradients, "damping": DAMPING})
+        content = how.encode() + ids_NT.cpu().numpy().tobytes()
+        inputs = [content_input("calibration", ",".join(config.calibration.name), content)]
         calibration = Calibration.from_text(model, ids_NT, read_gradients=read_gradients)
         calibration = dataclasses.replace(calibration, record=config.calibration.record())
     if calibration is not None:
@@ -188,8 +193,9 @@ def cells_in(output: Path, record: dict[str, Any], kind: type = WindowScore) -> 
     if len(cells):
         print(f"{len(cells)} cells were measured here before; those of equal settings are not measured again")
     for by, count in collections.Counter(cell.by for cell in cells).items():
-        # Numbers of other processors and versions differ in their last digits; of uncommitted code nothing is known.
-        if by.dirty or (by.torch, by.processor) != (now.torch, now.processor):
+        # Numbers of other processors and versions differ in their last digits, those of other code as their commits say; of
+        # uncommitted code nothing is known.
+        if by.dirty or (by.commit, by.torch, by.processor) != (now.commit, now.torch, now.processor):
             code = "uncommitted code" if by.dirty else f"commit {by.commit}"
             machine = "an unknown machine" if by.processor is None else f"{by.processor}, torch {by.torch}"
             print(

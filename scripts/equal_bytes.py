@@ -8,6 +8,7 @@ differs from that curve at its bytes: the geometric mean over windows, its 95 % 
 windows of one document together), and in how many windows it is less. It says the same of the straight line between the two
 neighbours. KL falls ever more slowly as bytes grow, so that the line lies above what a method between them would have: it
 flatters `--method`, and is all there is of fewer than four. One method `--against` is compared as it is, whatever its bytes.
+A curve is of one family at several rates: it is refused where two of `--against` hold nearly the same bytes.
 The methods may stand in several records, if these measured the same model on the same windows in the same way.
 """
 
@@ -30,6 +31,7 @@ from lowrank_kv.utils.paths import path_of
 Windows = Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
 
 _AROUND = 4  # methods that the curve goes through
+_NEAREST = 0.1  # times the widest step between two of them: from nearer ones a cubic swings far out
 
 
 def main(argv: list[str]) -> None:
@@ -115,12 +117,13 @@ def differences(
         points: how many of the others the curve goes through, those around the method's bytes; 2 for a straight line.
 
     Raises:
-        UserError: the method's bytes lie beyond those of the others, or a KL is not above zero, as the full cache's.
+        UserError: the method's bytes lie beyond those of the others, two of these are too near to one another for a curve,
+            or a KL is not above zero, as the full cache's.
     """
     curves = [[(held(each), log_kl(each, other)) for each in windows[other, text]] for other in against]
     return [
         log_kl(each, method) - _on_curve(sorted(those), held(each), points, f"window {number} of {text}")
-        for number, (each, those) in enumerate(zip(windows[method, text], zip(*curves, strict=True), strict=True))
+        for number, (each, those) in enumerate(zip(windows[method, text], zip(*curves, strict=True), strict=True), 1)
     ]
 
 
@@ -151,6 +154,13 @@ def _on_curve(measured: Sequence[tuple[float, float]], x: float, points: int, wh
     above = bisect.bisect_left(known, x)
     first = max(0, min(above - points // 2, len(known) - points))
     around = known[first : first + points]
+    steps = [higher - lower for lower, higher in itertools.pairwise(around)]
+    if points > 2 and min(steps) < _NEAREST * max(steps):
+        near = around[steps.index(min(steps))]
+        raise UserError(
+            f"two of `--against` hold nearly the same bytes, {near:.4f} and {near + min(steps):.4f} in {where}, and no "
+            f"curve goes well through both; leave one of them out"
+        )
     return sum(  # Lagrange's form
         best[one] * math.prod((x - other) / (one - other) for other in around if other != one) for one in around
     )

@@ -49,7 +49,8 @@ def main(argv: list[str]) -> None:
     commands = [
         f"lowrank-kv generate --checkpoint {arguments.checkpoint} --prompt @README.md",
         f"lowrank-kv inspect {arguments.checkpoint}",
-        "lowrank-kv train --config configs/smollm2-demo.yaml --output runs/mine --dataset.name YOUR_TEXT.jsonl",
+        "lowrank-kv train --config configs/smollm2-demo.yaml --output runs/mine --dataset.name YOUR_TEXT.jsonl "
+        "--dataset.weights null",
     ]
     path, prompt = arguments.output / "index.html", tokenizer.decode(ids_1T[0])
     write_text(path, demo_page(record, prompt, [full, ours], commands))

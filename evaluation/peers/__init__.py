@@ -47,6 +47,7 @@ def _quantized(name: str) -> Peer:
         family=QUANTIZATION,
         build=lambda model, *_: quantized_maker(model, name),
         shares=(bits / 16, bits / 16),
+        libraries=("transformers", package),
     )
 
 

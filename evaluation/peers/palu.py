@@ -89,7 +89,7 @@ def fisher_scores(model: PreTrainedModel, calibration: Calibration) -> list[floa
     """The root of the Fisher information of each projection's weights, of keys and values layer by layer.
 
     Raises:
-        UserError: the calibration has no gradients.
+        UserError: the calibration has no gradients, or the model normalises behind attention alone.
     """
     if calibration.by_energy:
         raise UserError(
@@ -100,8 +100,14 @@ def fisher_scores(model: PreTrainedModel, calibration: Calibration) -> list[floa
     scores = []
     for index in calibration.geometry.layers:
         layer = _parent_of(model, modules[index])
-        norm = next((m for name, m in layer.named_children() if "norm" in name or name.startswith("ln")), None)
-        input_square = 1.0 if norm is None else _output_square(norm, model)
+        norms = {name: m for name, m in layer.named_children() if "norm" in name or name.startswith("ln")}
+        before = [norm for name, norm in norms.items() if "post" not in name]
+        if norms and not before:
+            raise UserError(
+                f"Palu's ranks ask for the scale of what projections read, which the norms of this model do not say: "
+                f"they all stand behind ({', '.join(norms)}); leave `palu` out"
+            )
+        input_square = _output_square(before[0], model) if before else 1.0
         for side in (KEY, VALUE):
             gradient_square = float(read[index][side].gradient_CC.double().diagonal().mean())
             scores.append((gradient_square * input_square) ** 0.5)

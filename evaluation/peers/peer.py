@@ -60,6 +60,7 @@ class Peer:
         shares: the least and the largest share of a token's bytes at which it can hold one; equal where its bytes are fixed
             by its bits, and cannot be asked for.
         reads_exactly: whether a prompt attends to its own exact keys and values, not to what is kept of them.
+        libraries: whose own code it is: what other versions of them measured is measured again.
         edition: counts what changed in what it computes, so that what an earlier edition measured is measured again.
     """
 
@@ -71,6 +72,7 @@ class Peer:
     needs: frozenset[str] = frozenset()
     shares: tuple[float, float] = (0.0, 1.0)
     reads_exactly: bool = True
+    libraries: tuple[str, ...] = ()
     edition: int = 1
 
     @property
@@ -130,7 +132,7 @@ def token_share(
         itemsize: bytes of a number in the model's dtype.
 
     Raises:
-        UserError: the tokens at full rank take all of the share.
+        UserError: the tokens at full rank take all of the share, or all of the text.
     """
     if text is None:
         return share
@@ -138,6 +140,11 @@ def token_share(
     token_bytes = geometry.full_nbytes(1, itemsize)
     full_rank = statistics.fmean(layer.full_rank_capacity for layer in layers)
     low_rank = statistics.fmean(layer.low_rank_capacity for layer in layers)
+    if not low_rank:
+        raise UserError(
+            f"of {text.tokens} tokens behind a prompt of {text.prompt} none is compressed, so that no `share` can be "
+            f"met; take a longer text"
+        )
     held = full_rank * token_bytes + sum(layer.position_bytes(1) for layer in layers)
     if config.rotates:
         held += POSITION_BYTES * text.tokens

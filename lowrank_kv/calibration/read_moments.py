@@ -86,7 +86,7 @@ def read_moments(
 
     Raises:
         UserError: the model has compressors or attends otherwise, blocks are too short, inference mode is on, or states
-            or gradients are not finite.
+            or gradients are not finite, or no gradient reaches what is read.
     """
     check_uncompressed(model)
     exact_tokens = exact_tokens or ExactTokens()
@@ -129,6 +129,11 @@ def read_moments(
                     rows = [each_1TC[0, read].to(moment.sum_CC.device) for each_1TC in parts]
                     moment.update(torch.cat(rows, dim=1))
             bar.update(block_T.numel())
+    if gradients and not any(float(each.sum_CC.trace()) for sides in gradients.values() for each in sides.values()):
+        raise UserError(
+            "the loss has no gradient with regard to any key or value that is read compressed, so that nothing says where "
+            "bits are needed; check that the model predicts anything, and calibrate on longer blocks"
+        )
     moments: dict[int, dict[str, ReadMoments]] = {index: {} for index in states}
     for (index, side), blocks in samples.items():
         row_NC, *gradient_NC = (torch.cat(each) for each in zip(*blocks, strict=True))

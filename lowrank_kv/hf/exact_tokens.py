@@ -33,8 +33,9 @@ class ExactTokens:
         return (position_BT >= self.num_sink_tokens)[:, None] & (position_BT[:, None] < end_BQ[:, :, None])
 
     def read_by_some(self, tokens: int) -> slice:
-        """The tokens of a pass that some query reads compressed; none if it is too short."""
-        end = (tokens - 2) // self.update_period * self.update_period - self.recent_window
+        """The tokens of a pass that some query reads compressed whose prediction is scored, as the last one's is not; none
+        if the pass is too short."""
+        end = (tokens - 3) // self.update_period * self.update_period - self.recent_window
         return slice(self.num_sink_tokens, max(end, self.num_sink_tokens))
 
     def joined(

@@ -4,9 +4,10 @@ import contextlib
 
 import pytest
 import torch
-from methods import METHODS, calibration_of, tiny_model
+from methods import METHODS, calibration_of, planned_model, tiny_model
 from safetensors import safe_open
 
+import dynakv
 import lowrank_kv
 from lowrank_kv.bases.bit_allocation import allocate_bits, next_saving
 from lowrank_kv.bases.codebooks import lloyd_max
@@ -129,6 +130,28 @@ def test_sequences_are_picked_by_lists_and_tensors(dtype, device):
             caches[1].batch_select_indices(index)
         ids = IDS[:1, :1].expand(caches[0].batch_size, -1)
         assert torch.equal(*(model(ids, past_key_values=cache).logits for cache in caches))
+
+
+@OTHERS
+@torch.no_grad()
+def test_a_compressor_is_exported_and_attached_the_same(dtype, device, tmp_path):
+    model = tiny_model()
+    planned_model(model, 0.4)
+    dynakv.save_compressor(model, tmp_path / "trained")
+    dynakv.export_compressor(tmp_path / "trained", tmp_path / "plain")
+    with defaults(dtype, device):
+        dynakv.export_compressor(tmp_path / "trained", tmp_path / "under")
+
+    def logits(name, under):
+        model = tiny_model()
+        with under:
+            dynakv.attach(model, tmp_path / name)
+        output = model(IDS, use_cache=True)
+        return model(IDS[:, :1], past_key_values=output.past_key_values).logits
+
+    expected = logits("plain", contextlib.nullcontext())
+    for name, under in (("plain", defaults(dtype, device)), ("under", contextlib.nullcontext())):
+        torch.testing.assert_close(logits(name, under), expected, atol=1e-6, rtol=0)
 
 
 @OTHERS

@@ -178,6 +178,9 @@ def test_what_cannot_be_exported_is_refused(saved, exported, tmp_path):
         dynakv.export_compressor(exported, tmp_path / "again")
     with pytest.raises(UserError, match="is the checkpoint itself, which training goes on from"):
         dynakv.export_compressor(saved, saved / "../trained")
+    with pytest.raises(UserError, match="is within the checkpoint, which would be copied into itself"):
+        dynakv.export_compressor(saved, saved / "shared")
+    assert not (saved / "shared").exists()
     (tmp_path / "other").mkdir()
     (tmp_path / "other/thesis.txt").write_text("mine")
     with pytest.raises(UserError, match="holds other things"):

@@ -7,6 +7,7 @@ import pytest
 
 from evaluation.cells import CELLS, Cell, Cells, Measurer, measured_by
 from evaluation.scores import WindowScore
+from evaluation.tasks.item import ItemScore
 from lowrank_kv.utils.errors import UserError
 
 SCORE = WindowScore(loss=3.1, full_loss=3.0, kl=0.1, top1=0.9, scored=10, cache_bytes=1, full_bytes=4)
@@ -69,6 +70,13 @@ def test_what_is_not_finite_is_said_and_not_written(tmp_path, changed, message):
     content = (tmp_path / CELLS).read_bytes()
     with pytest.raises(UserError, match=message):
         cells.add({"window": "d"}, Cell(dataclasses.replace(SCORE, **changed), BY), "`m` on window 3")
+    assert (tmp_path / CELLS).read_bytes() == content
+
+
+def test_what_another_command_measured_here_is_not_called_damaged(tmp_path):
+    content = written(tmp_path) and (tmp_path / CELLS).read_bytes()
+    with pytest.raises(UserError, match=r"what another command measured: line 1 says full_loss, .*another --output"):
+        Cells(tmp_path, ItemScore)
     assert (tmp_path / CELLS).read_bytes() == content
 
 

@@ -363,9 +363,10 @@ def test_who_takes_the_bytes_of_a_missing_checkpoint_is_left_out_too(capsys):
     missing = MethodConfig(checkpoint="/nowhere", label="learned", optional=True)
     alone = MethodConfig(preset="static-joint-pf", bytes_of="learned")
     beside = MethodConfig(preset="ojakv-joint", bytes=[0.5], bytes_of="learned")
-    [kept] = available_methods([missing, alone, beside])
-    assert (kept.name, kept.bytes, kept.bytes_of) == ("ojakv-joint", [0.5], None)
-    assert "leaving out `static-joint-pf`: it takes the bytes of `learned`" in capsys.readouterr().out
+    for order in ([missing, alone, beside], [beside, alone, missing]):
+        [kept] = available_methods(order)
+        assert (kept.name, kept.bytes, kept.bytes_of) == ("ojakv-joint", [0.5], None)
+        assert "leaving out `static-joint-pf`: it takes the bytes of `learned`" in capsys.readouterr().out
     with pytest.raises(
         UserError, match="none of the checkpoints is there: /nowhere; train one of them, or give others"
     ):

@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-from methods import tiny_model
+from methods import calibration_of, tiny_model
 from tensors_held import found_tensors
+from transformers import Olmo2Config, Olmo2ForCausalLM
 from window_scores import score_windows
 
 from evaluation.anatomy.shares import states_of, token_shares
@@ -187,9 +188,21 @@ def test_what_is_needed_and_served_is_said_and_checked(model, calibration):
         PEERS["think"].maker(model, calibration, 0.4)
     with pytest.raises(UserError, match="leaves no byte for a compressed token"):
         PEERS["kvtc"].maker(model, calibration, 0.05, TEXT)
+    with pytest.raises(UserError, match="of 20 tokens behind a prompt of 8 none is compressed"):
+        PEERS["kvtc"].maker(model, calibration, 0.9, TextLength(prompt=8, tokens=20))
     unread = dataclasses.replace(calibration, read=None)
     with pytest.raises(UserError, match="does not say what is read"):
         PEERS["kvtc"].maker(model, unread, 0.5)
+
+
+def test_palu_is_refused_where_no_norm_says_what_its_projections_read():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "pad_token_id": 0}
+    model = Olmo2ForCausalLM(Olmo2Config(**sizes, num_attention_heads=4, num_key_value_heads=2)).eval()
+    with pytest.raises(
+        UserError, match=r"they all stand behind \(post_attention_layernorm, post_feedforward_layernorm\)"
+    ):
+        PEERS["palu-j"].maker(model, calibration_of(model, read=True), 0.5)
 
 
 def test_a_cache_that_forgets_refuses_to_go_back(model, calibration):

@@ -46,6 +46,17 @@ def test_a_curve_through_four_is_what_lies_between_them():
     assert by_line < -0.05
 
 
+def test_a_curve_through_two_of_nearly_equal_bytes_is_refused():
+    """It would swing to a millionth of what lies between."""
+    held = {"a": (1000, 0.1), "b": (1003, 0.12), "c": (2000, 0.03), "d": (3000, 0.012)}
+    windows = {(name, "novels"): [window(*each) | {"full_bytes": 10_000}] for name, each in held.items()}
+    windows["between", "novels"] = [window(1500, 0.05) | {"full_bytes": 10_000}]
+    with pytest.raises(UserError, match=r"nearly the same bytes, 0\.1000 and 0\.1003 in window 1 of novels"):
+        differences(windows, "novels", "between", list("abcd"))
+    [by_line] = differences(windows, "novels", "between", list("abcd"), points=2)
+    assert abs(by_line) < 0.2
+
+
 def test_one_method_is_compared_as_it_is():
     assert differences(WINDOWS, "novels", "other", ["small"]) == pytest.approx([math.log(1 / 4), math.log(1 / 8)])
 

@@ -35,6 +35,8 @@ def test_a_query_reads_what_a_cache_would_have_compressed_by_then():
         assert reads[query].nonzero().flatten().tolist() == list(range(2, max(compressed, 2)))
     assert EXACT.read_by_some(24) == slice(2, 17)
     assert EXACT.read_by_some(4) == slice(2, 2)
+    # The last query of 22 reads four tokens more, and nothing that it says is scored.
+    assert (EXACT.read_by_some(22), EXACT.read_by_some(23)) == (slice(2, 13), slice(2, 17))
 
 
 class Changed(torch.nn.Module):
@@ -70,6 +72,20 @@ def test_gradients_are_those_of_the_compressed_copies_alone(layer, token, place)
     found = read_moments(model, ids, joint_layers=0, exact_tokens=EXACT, progress=False)
     read = gradient[0, EXACT.read_by_some(24)].double()
     torch.testing.assert_close(found[layer]["value"].gradient.mean(), read.T @ read / 15)
+
+
+@pytest.mark.parametrize("tokens", [22, 23])
+def test_each_token_that_is_counted_as_read_has_gradients(tokens):
+    found = read_moments(tiny_model(), ids_of(1, tokens), joint_layers=0, exact_tokens=EXACT, progress=False)
+    for side in ("key", "value"):
+        assert (found[0][side].sample_gradient_NC.abs().amax(dim=1) > 0).all()
+
+
+def test_a_loss_that_no_key_or_value_moves_is_refused():
+    model = tiny_model()
+    model.lm_head.weight.data.zero_()
+    with pytest.raises(UserError, match="the loss has no gradient with regard to any key or value"):
+        read_moments(model, ids_of(1, 24), joint_layers=0, exact_tokens=EXACT, progress=False)
 
 
 def test_nothing_is_left_on_the_model():
