@@ -18,8 +18,10 @@ from benchmarks import random_models
 from benchmarks.harness import check_close, count, forget_tuning, use_device
 from benchmarks.random_models import random_ids
 from dynakv.checkpoint_files import read_config
+from dynakv.model_compressors import settings_of
 from lowrank_kv.eviction import Eviction
 from lowrank_kv.hf.cache.windowed.config import ATTENTION
+from lowrank_kv.hf.cache.windowed.layer import WindowedLayer, layers_of
 from lowrank_kv.hf.cache.windowed.plan import Plan
 from lowrank_kv.hf.loading import DTYPES, check_length, load_model, load_tokenizer
 from lowrank_kv.stores.page_pool import MIN_GRANULE
@@ -117,7 +119,7 @@ def candidates(arguments: argparse.Namespace, length: int) -> Candidates:
                 learned = _learned(plain, arguments, calibration, shares, paged=name == PAGED)
                 make = functools.partial(_paged_cache, rate=arguments.page_rate) if name == PAGED else _ragged_cache
                 found[name] = (learned, functools.partial(make, learned, length))
-                _check_learned(name, *found[name])
+                _check_learned(name, learned, functools.partial(make, length=length))
                 bar.update()
         if calibration is not None:
             online = twin(plain)
@@ -128,7 +130,7 @@ def candidates(arguments: argparse.Namespace, length: int) -> Candidates:
                 plan = make_plan(calibration.for_model(online), config)
                 found[name] = (online, lambda plan=plan: OjaKVCache(online, plan))
                 _check_online(name, plain, online, calibration, config)
-                _check_attention(name, online, plan)
+                _check_attention(name, online, plan, OjaKVCache)
                 bar.update()
     forget_tuning(plain.device)  # it was for a few tokens
     return found
@@ -158,7 +160,8 @@ def _chosen(
     """The compressed caches that the arguments can give and ask for."""
     there = []
     if arguments.checkpoint or shares:
-        there += [DYNAKV, PAGED] if plain.device.type == "cuda" else [DYNAKV]
+        has_plan = bool(arguments.checkpoint) and read_config(arguments.checkpoint).compressor.has_plan
+        there += [DYNAKV, PAGED] if plain.device.type == "cuda" and not has_plan else [DYNAKV]
     if calibration is not None:
         there += [name for name, _, _ in arguments.presets]
     asked = there if arguments.caches is None else arguments.caches.split(",")
@@ -288,15 +291,25 @@ def _paged_cache(model: PreTrainedModel, length: int, *, rate: float) -> Cache:
 
 
 @torch.no_grad()
-def _check_learned(name: str, model: PreTrainedModel, make_cache: Callable[[], Cache]) -> None:
-    """A decoded step equals the uncached pass with the hard mask."""
+def _check_learned(name: str, model: PreTrainedModel, make_cache: Callable[[PreTrainedModel], Cache]) -> None:
+    """A decoded step equals the uncached pass with the hard mask, which rebuilds a prompt, too. A plan of bits, beside which
+    tokens are exact, is checked as a preset's is."""
+    settings = settings_of(model)
+    if settings.has_plan:
+        plan = make_cache(model).compressed_layers()[0].plan
+        _check_attention(
+            name, model, plan, lambda model, plan: dynakv.DynaKVCache(model, layers_of(plan, WindowedLayer))
+        )
+        return
+    if settings.reads_prompts_exactly:
+        model = dynakv.configure(twin(model), prefill="reconstructed")
     ids = random_ids(model, CHECKED_TOKENS)
     uncached = model(ids, use_cache=False).logits[:, -1]
 
     def in_fp32() -> Tensor:
         return copy.deepcopy(model).float()(ids, use_cache=False).logits[:, -1]
 
-    check_close(name, decoded(model, ids, make_cache()), uncached, in_fp32)
+    check_close(name, decoded(model, ids, make_cache(model)), uncached, in_fp32)
 
 
 def _check_online(
@@ -314,18 +327,20 @@ def _check_online(
     check_close(name, decoded(online, ids, cache), expected, stored_in_half=config.has_plan)
 
 
-def _check_attention(name: str, online: PreTrainedModel, plan: Plan) -> None:
+def _check_attention(
+    name: str, model: PreTrainedModel, plan: Plan, make_cache: Callable[[PreTrainedModel, Plan], Cache]
+) -> None:
     """With the settings that are timed a decoded step is the same whether it attends to coefficients or to keys and values
     that are rebuilt from them."""
-    ids = random_ids(online, CHECKED_TOKENS)
+    ids = random_ids(model, CHECKED_TOKENS)
     [other] = set(ATTENTION) - {plan.config.attention}
     # Bases of its own, so that nothing is kept with those that are timed which they would not have made by themselves.
     layers = {index: tuple(map(dataclasses.replace, kv)) for index, kv in plan.layers.items()}
     twin_plan = dataclasses.replace(plan, config=dataclasses.replace(plan.config, attention=other), layers=layers)
 
     def in_fp32() -> Tensor:
-        model = copy.deepcopy(online).float()
-        return decoded(model, ids, OjaKVCache(model, twin_plan))
+        in_full = copy.deepcopy(model).float()
+        return decoded(in_full, ids, make_cache(in_full, twin_plan))
 
-    expected = decoded(online, ids, OjaKVCache(online, twin_plan))
-    check_close(name, decoded(online, ids, OjaKVCache(online, plan)), expected, in_fp32)
+    expected = decoded(model, ids, make_cache(model, twin_plan))
+    check_close(name, decoded(model, ids, make_cache(model, plan)), expected, in_fp32)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from methods import calibration_of, dynakv_model, tiny_model
+from methods import calibration_of, dynakv_model, planned_model, tiny_model
 from old_transformers import IS_OLDEST
 from transformers import DynamicCache
 
@@ -97,6 +97,18 @@ def test_decoding_end_to_end(rows, caches):
             assert row[key] == pytest.approx(row["ms_per_token"] / found[other]["ms_per_token"])
     assert found["dynamic_cache"]["rate"] == 1.0
     assert 0.3 < found["dynakv"]["rate"] < 0.7
+
+
+@pytest.mark.parametrize("kind", ["plan", "gates that read prompts exactly"])
+def test_compressors_beside_which_tokens_are_exact(rows, kind, tmp_path):
+    model = tiny_model()
+    model.save_pretrained(tmp_path / "model")
+    planned_model(model, 0.4) if kind == "plan" else dynakv_model(model, 0.4, prefill="exact")
+    dynakv.save_compressor(model, tmp_path / "checkpoint")
+    arguments = ("--model", tmp_path / "model", "--checkpoint", tmp_path / "checkpoint", "--context", 80)
+    found = rows("generate_e2e", *arguments, "--tokens", 2)
+    assert set(found) == {"dynamic_cache", "preallocated", "dynakv"}
+    assert found["dynakv"]["ms_per_token"] > 0
 
 
 @torch.no_grad()
