@@ -25,6 +25,7 @@ import torch
 
 from benchmarks.harness import count, in_turns
 from lowrank_kv.utils import cli, run_record
+from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.paths import demo_model
 from lowrank_kv.utils.provenance import path_input
 
@@ -55,6 +56,7 @@ def main(argv: list[str]) -> None:
     arguments = parser.parse_args(argv)
 
     sides = dict(zip(NAMES, (Path(arguments.other), Path(arguments.this)), strict=True))
+    commits = {f"{name}_commit": commit(root) for name, root in sides.items()}  # asked before hours are measured
     rows = decode_and_prefill(arguments, sides)
     if arguments.train is not None:
         rows.append(training(arguments, sides))
@@ -67,7 +69,6 @@ def main(argv: list[str]) -> None:
     if arguments.results:
         pairs = [*zip(NAMES, arguments.checkpoints, strict=True), *zip(NAMES, arguments.bases, strict=True)]
         inputs = [path_input(f"{name}'s {Path(path).name}", path) for name, path in pairs]
-        commits = {f"{name}_commit": commit(root) for name, root in sides.items()}
         config = {"benchmark": "compare_checkouts", **commits, **vars(arguments)}
         n = {key: getattr(arguments, key) for key in ("repeats", "rounds", "tokens", "context")}
         record = run_record.new_record("speed", config=config, inputs=inputs, n=n, rows=rows)
@@ -116,7 +117,10 @@ def training(arguments: argparse.Namespace, sides: dict[str, Path]) -> dict:
                 command += ["--initial_checkpoint", str(Path(checkpoints[name]).resolve())]
                 subprocess.run(command, cwd=sides[name], env=environment(sides[name]), check=True, capture_output=True)
                 lines = Path(output, "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
-                seconds[name].append(1 / json.loads(lines[-1])["tokens_per_second"])
+                speeds = [row["tokens_per_second"] for row in map(json.loads, lines) if "tokens_per_second" in row]
+                if not speeds:
+                    raise UserError("`--train` must let a run log a step; give more `steps`, or a smaller `log_every`")
+                seconds[name].append(1 / speeds[-1])
     return paired("training token", seconds)
 
 
@@ -174,9 +178,10 @@ def environment(root: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(root.resolve())}
 
 
-def commit(root: Path) -> str:
-    done = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
-    return done.stdout.strip()
+def commit(root: Path) -> str | None:
+    """Of a checkout; None of what git does not know as one."""
+    done = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], check=False, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 if __name__ == "__main__":

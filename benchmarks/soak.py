@@ -34,6 +34,7 @@ from benchmarks.right_texts import Distance, Expected, Reference, Text, controls
 from dynakv.checkpoint_files import read_config
 from lowrank_kv.hf.loading import load_model, load_shape, load_tokenizer
 from lowrank_kv.utils import cli
+from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.paths import demo_model, home
 from lowrank_kv.utils.progress import progress_bar
@@ -290,6 +291,10 @@ def _reference(arguments: argparse.Namespace) -> tuple[Reference, list[list[int]
     model, tokenizer = load_model(name, dtype="float32", device="cpu"), load_tokenizer(name)
     documents = load_documents(arguments.text, subset=None, split="train", text_field="text")
     ids = [token for document in documents for token in tokenizer(document["text"])["input_ids"]]
+    require(len(ids) > LENGTHS[1], "--text", arguments.text, f"of more than {LENGTHS[1]} tokens; it has {len(ids)}")
+    require(
+        arguments.prompts >= 2, "--prompts", arguments.prompts, "at least 2, one of which tells wrong texts of another"
+    )
     prompts: list[list[int]] = []
     for number in range(arguments.prompts):
         length, start = chance.randint(*LENGTHS), chance.randrange(len(ids) - LENGTHS[1])

@@ -134,9 +134,15 @@ def _heldout_batches(
 
 
 def labels_of(names: list[str]) -> list[str]:
-    """The last component of each name, or the full name where others end alike; repeated names are numbered."""
-    short = [Path(name).name for name in names]
-    labels = [name if short.count(last) > 1 else last for name, last in zip(names, short, strict=True)]
+    """Of each name as many last components as tell it from the others; repeated names are numbered."""
+    parts = [Path(name).parts for name in names]
+    labels = []
+    for own in parts:
+        others = {each for each in parts if each != own}
+        least = next(
+            (count for count in range(1, len(own)) if all(each[-count:] != own[-count:] for each in others)), len(own)
+        )
+        labels.append(str(Path(*own[-least:])))
     return [f"{label} #{i + 1}" if labels.count(label) > 1 else label for i, label in enumerate(labels)]
 
 

@@ -1,6 +1,8 @@
 """The run record of a training: one for a run, however often it is resumed, named in the checkpoints that it wrote."""
 
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +84,21 @@ def write_record(
     Args:
         metrics: lines of JSON, which become the record's rows.
         summary: what was measured once.
+
+    Figures that are no finite numbers, such as the KL of a step at which training left the numbers, are null there.
     """
     for checkpoint in checkpoints:
         name_trainer(checkpoint, record["run_id"])
     lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
     outputs = [path_input("checkpoint", checkpoint) for checkpoint in checkpoints]
     rows = [json.loads(line) for line in lines]
-    run_record.write(record | {"rows": rows, "summary": summary, "outputs": outputs}, output)
+    run_record.write(record | _finite({"rows": rows, "summary": summary}) | {"outputs": outputs}, output)
+
+
+def _finite(value: Any) -> Any:
+    """The value, with None for each number in it that is not finite, for which JSON has no word."""
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

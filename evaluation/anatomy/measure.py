@@ -19,6 +19,8 @@ from .residuals import STATE_SIDES, follows_text, residuals
 from .shares import States, states_of, token_shares
 from .spectra import spectra
 
+_SPACES = ("▁", "Ġ", " ")  # how tokenizers mark a token that begins with a space
+
 
 def anatomy(
     model: PreTrainedModel,
@@ -101,7 +103,10 @@ def _described(share_L2T: Tensor, ids: Sequence[int], tokenizer: PreTrainedToken
 
 def _words(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """The word that each token is a part of, without punctuation; a token that begins with a space begins one."""
-    found, texts = [], [tokenizer.decode([token]) for token in ids]
+    found, tokens = [], tokenizer.convert_ids_to_tokens(list(ids))
+    # A token alone is decoded as the beginning of a text, where SentencePiece leaves out the space that its mark stands for.
+    spaces = [" " * token.startswith(_SPACES) for token in tokens]
+    texts = [space + tokenizer.decode([token]).removeprefix(space) for space, token in zip(spaces, ids, strict=True)]
     starts = [i for i, text in enumerate(texts) if i <= 1 or text.startswith(" ") or not text.strip()[:1].isalnum()]
     for start, end in zip(starts, [*starts[1:], len(texts)], strict=True):
         found += ["".join(texts[start:end]).strip(" .,")] * (end - start)

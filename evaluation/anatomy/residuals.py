@@ -79,8 +79,9 @@ def _errors(layer: WindowedLayer, index: int, states: States, start: int, end: i
         (sequence.value, layer.plan.layers[index][1], VALUE),
     ):
         rows_TC = states[index, side][start:end]
-        now_PWR = store.basis_PWR if isinstance(store, OnlineStore) else initial.vectors_PWR
-        found += (_outside(rows_TC, basis_PWR) for basis_PWR in (now_PWR, initial.vectors_PWR))
+        initial_PWR = initial.vectors_PWR.to(rows_TC.device)  # a plan stays where it was made
+        now_PWR = store.basis_PWR if isinstance(store, OnlineStore) else initial_PWR
+        found += (_outside(rows_TC, basis_PWR) for basis_PWR in (now_PWR, initial_PWR))
     return found
 
 

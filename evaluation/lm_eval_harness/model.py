@@ -240,7 +240,7 @@ class CompressedLM(TemplateLM):
                     f"the task asks for {count} new tokens, which leave no room for its prompt in the model's "
                     f"{self.max_length} positions; give fewer with `--gen_kwargs max_gen_toks=N`"
                 )
-            context = self.tok_encode(text)[count - self.max_length :]
+            context = self.tok_encode(text)[count - self.max_length :] or [self.prefix_token_id]
             reader = self._read(text, context)
             answer = reader.generate(
                 self.tokenizer,

@@ -15,6 +15,7 @@ from .points import points_of
 _Record = Mapping[str, Any]
 _Found = Sequence[tuple[_Record, Any]]  # records, and what something is in each
 _OF_MEASUREMENTS, _OF_COMPARISONS = ("model", "dtype", "step"), ("prefix", "length")  # keys of how a model reads
+_FILES_OF_TASKS = ("task", "labels", "essay")  # roles of a record's inputs
 _HASH = 12  # characters of a hash that are told
 # Keys of a task's configuration on which no item depends, or by which its items are told apart.
 _NOT_OF_ITEMS = ("task", "optional", "items", "together", "length", "query")
@@ -29,6 +30,8 @@ def check_alike(records: Sequence[_Record]) -> None:
     for role, what in {"model": "the model's configuration", "weights": "the model's weights"}.items():
         inputs = [(record, each) for record in records for each in record["inputs"] if each["role"] == role]
         _check_same(what, [(record, each["sha256"][:_HASH]) for record, each in inputs])
+    for file, found in _files_of_tasks(records).items():
+        _check_same(f"the file `{file}`", found)
     for text, found in _windows(comparisons).items():
         _check_same(f"the windows of `{text}`", found)
     for task, found in _items(records).items():
@@ -61,6 +64,19 @@ def _windows(records: Sequence[_Record]) -> dict[str, _Found]:
             counts = {row["windows"] for row in record["rows"] if row.get("dataset") == text and "windows" in row}
             if counts:
                 found[text].append((record, [sha256, *sorted(counts)]))
+    return found
+
+
+def _files_of_tasks(records: Sequence[_Record]) -> dict[str, _Found]:
+    """Of each file that tasks take their items from the hash of what it holds, or of each of one name."""
+    found = collections.defaultdict(list)
+    for record in records:
+        hashes = collections.defaultdict(list)
+        for each in record["inputs"]:
+            if each["role"] in _FILES_OF_TASKS:
+                hashes[each["name"]].append(each["sha256"][:_HASH])
+        for name, those in hashes.items():
+            found[name].append((record, sorted(those)))
     return found
 
 

@@ -116,11 +116,13 @@ def _items(
         return lookup_items(tokenizer, count=count or COUNT, facts=config.facts, questions=config.questions, seed=seed)
     if name == BOXED:
         return boxed_items(tokenizer, file, count=count, max_new_tokens=config.max_new_tokens or NEW_TOKENS, chat=chat)
-    prompts = load_documents(file, subset=None, split="train", text_field="text")["text"][:count]
+    prompts = load_documents(file, subset=None, split="train", text_field="text")["text"]
+    most = f"at most {len(prompts)}, the rows of `{file}`"
+    require(count is None or count <= len(prompts), "items", count, most)
     return long_items(
         model,
         tokenizer,
-        prompts,
+        prompts[:count],
         directory,
         length=length,
         temperature=config.temperature,

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
 
-from .continuation import encode_behind
+from .continuation import encode_beginning, encode_behind
 from .item import PASS_EFFORT, FreshReader, Item, ItemScore
 from .jsonl import Row, read_rows
 from .reader import Reader
@@ -272,7 +272,7 @@ def choice_items(
     clusters = {about: number for number, about in enumerate(dict.fromkeys(each.about for each in asked))}
 
     def begin(text: str) -> tuple[int, ...]:
-        return tuple(tokenizer(text).input_ids)
+        return encode_beginning(tokenizer, text)
 
     def behind(text: str) -> tuple[int, ...]:
         return encode_behind(tokenizer, text)

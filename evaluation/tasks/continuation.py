@@ -1,4 +1,4 @@
-"""Tokens of a text that stands behind another one.
+"""Tokens of a text that begins a prompt, and of one that stands behind another.
 
 SentencePiece tokenizers, such as those of Llama 2 and of Mistral's first models, take every text for the beginning of one
 and put a space before it. Behind a context there is none: the tokens would be those of another text.
@@ -11,6 +11,14 @@ from lowrank_kv.utils.errors import UserError
 # What may stand before a text while it is encoded. A tokenizer may join the first with line breaks that begin a text.
 _LEADS = ("\n", ".")
 _PROBE = "a"
+
+
+def encode_beginning(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+    """Token ids of a text that begins a prompt, and does not end it: an end of text that a tokenizer adds is left out."""
+    ids, own = tokenizer(text).input_ids, tokenizer(text, add_special_tokens=False).input_ids
+    end = tokenizer.eos_token_id
+    ends_with_own = ids[len(ids) - 1 - len(own) : -1] == own and (own or tokenizer.bos_token_id != end)
+    return tuple(ids[:-1] if end is not None and ids[-1:] == [end] and ends_with_own else ids)
 
 
 def encode_behind(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:

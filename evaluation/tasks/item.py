@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowrank_kv.utils.errors import UserError
 
-from .continuation import encode_behind
+from .continuation import encode_beginning, encode_behind
 from .matching import Metric
 from .prompts import FreshReader
 from .reader import Reader
@@ -21,6 +21,9 @@ AGNOSTIC, AWARE = "agnostic", "aware"
 QUERIES = (AGNOSTIC, AWARE)
 
 _MARK = "\x00"
+# Templates that tell today's date would ask other questions tomorrow. This one is that of Llama 3.1's, given none.
+_DATE = "26 Jul 2024"
+_ONE_DAY = f"{{% macro strftime_now(format) %}}{_DATE}{{% endmacro %}}"
 # A forward pass of one token, or of a few, takes about as long as that many tokens of a prompt (demo model, one core).
 PASS_EFFORT = 40
 
@@ -156,10 +159,12 @@ def prompt_pieces(
         UserError: it has none.
     """
     if not chat:
-        return tuple(tokenizer(context).input_ids), encode_behind(tokenizer, question + answer_prefix)
+        return encode_beginning(tokenizer, context), encode_behind(tokenizer, question + answer_prefix)
     if tokenizer.chat_template is None:
         raise UserError("`chat` is true, and this model's tokenizer has no chat template; leave it out")
     turn = [{"role": "user", "content": _MARK}]
-    head, tail = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False).split(_MARK)
+    template = _ONE_DAY + tokenizer.get_chat_template()
+    options = {"add_generation_prompt": True, "tokenize": False, "date_string": _DATE}
+    head, tail = tokenizer.apply_chat_template(turn, chat_template=template, **options).split(_MARK)
     begin = tokenizer(head + context, add_special_tokens=False).input_ids
     return tuple(begin), encode_behind(tokenizer, question + tail + answer_prefix.lstrip())

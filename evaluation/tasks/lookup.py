@@ -4,6 +4,7 @@ A prompt lists facts (``"amber river": "482",``), each twice, in random order, t
 finish it by copying what it read. Small language models can do this, which most retrieval benchmarks ask too much of.
 """
 
+import math
 import random
 
 from transformers import PreTrainedTokenizerBase
@@ -24,6 +25,7 @@ WORDS = (
 # fmt: on
 KEY_WORDS = 3  # of a key, so that many different ones share words
 REPEATS = 2  # of every fact
+_MOST_FACTS = math.perm(len(WORDS), KEY_WORDS)
 
 
 def lookup_prompts(count: int, facts: int, seed: int, *, questions: int = 1) -> list[tuple[str, list[tuple[str, str]]]]:
@@ -34,6 +36,7 @@ def lookup_prompts(count: int, facts: int, seed: int, *, questions: int = 1) -> 
         questions: asked of a list, each about another fact.
     """
     require(count >= 1, "items", count, "at least 1")
+    require(facts <= _MOST_FACTS, "facts", facts, f"at most {_MOST_FACTS:,}, of which each has a key of its own")
     require(1 <= questions <= facts, "questions", questions, f"between 1 and the {facts} `facts`")
     generator = random.Random(seed)
     lists = []

@@ -153,10 +153,18 @@ def without_paths(value: Any) -> Any:
 
     A path relative to the working directory stays, unless a part of it is the user's name, and so does an address
     (``https://…``), without a user, a password or a query, which may let others in. What JSON has no word for becomes its
-    nearest: a path its name, a tuple a list.
+    nearest: a path its name, a tuple a list. Keys of a mapping that are alike then are numbered.
     """
     if isinstance(value, Mapping):
-        return {str(without_paths(key)): without_paths(each) for key, each in value.items()}
+        found: dict[str, Any] = {}
+        for key, each in value.items():
+            name = own = str(without_paths(key))
+            for number in itertools.count(2):
+                if name not in found:
+                    break
+                name = f"{own} #{number}"
+            found[name] = without_paths(each)
+        return found
     if isinstance(value, list | tuple | set | frozenset):
         return [without_paths(each) for each in (sorted(value) if isinstance(value, set | frozenset) else value)]
     if isinstance(value, PurePath):

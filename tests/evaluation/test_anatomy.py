@@ -133,6 +133,9 @@ def test_one_layer_has_no_halves():
         def decode(self, ids):
             return " just"
 
+        def convert_ids_to_tokens(self, ids):
+            return ["Ġjust"] * len(ids)
+
     described = _described(torch.tensor([[[0.5, 0.25]] * 2]), [1, 2], Tokens())
     assert (described["lower_layers"], described["upper_layers"]) == (None, None)
     assert [words.split(":")[0] for words, _ in in_words(described)] == ["Sinks dominate"]
@@ -143,12 +146,18 @@ def test_one_layer_has_no_halves():
     )
 
 
-def test_tokens_are_told_their_words():
+@pytest.mark.parametrize("loses_spaces", [False, True])
+def test_tokens_are_told_their_words(loses_spaces):
+    """Also where a token alone is decoded as the beginning of a text, as SentencePiece decodes it."""
+
     class Tokens:
         texts = ["<s>", "I", " am", " just", " proc", "rast", "ination", "."]
 
         def decode(self, ids):
-            return self.texts[ids[0]]
+            return self.texts[ids[0]].lstrip(" " * loses_spaces)
+
+        def convert_ids_to_tokens(self, ids):
+            return [self.texts[i].replace(" ", "▁" if loses_spaces else "Ġ") for i in ids]
 
     assert _words(range(8), Tokens()) == [
         "<s>",

@@ -3,11 +3,11 @@
 import json
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from evaluation.tasks.choices import choice_items
-from evaluation.tasks.continuation import encode_behind
+from evaluation.tasks.continuation import encode_beginning, encode_behind
 from evaluation.tasks.item import prompt_pieces
 from lowrank_kv.utils.errors import UserError
 
@@ -80,6 +80,19 @@ def test_pieces_are_the_whole_text_where_a_space_is_put_before_it(make):
         assert tokenizer.decode([*pieces[0], *pieces[1]]) == context + question
         assert [*pieces[0], *pieces[1]] == tokenizer(context + question).input_ids
     assert encode_behind(tokenizer, "") == ()
+
+
+def test_an_end_of_text_that_a_tokenizer_adds_stands_in_no_prompt():
+    tokenizer = byte_level()
+    plain = tokenizer(CONTEXT).input_ids
+    tokenizer.add_special_tokens({"eos_token": "</s>"})
+    end = tokenizer.eos_token_id
+    adds = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", end)])
+    tokenizer.backend_tokenizer.post_processor = adds
+    assert tokenizer(CONTEXT).input_ids == [*plain, end]
+    assert encode_beginning(tokenizer, CONTEXT) == tuple(plain)
+    assert prompt_pieces(tokenizer, CONTEXT, QUESTION)[0] == tuple(plain)
+    assert encode_beginning(tokenizer, CONTEXT + "</s>") == (*plain, end), "this one is the text's own"
 
 
 @pytest.mark.parametrize("make", SENTENCEPIECE)

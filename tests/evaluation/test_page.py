@@ -303,6 +303,20 @@ def test_equal_tasks_of_other_items_are_not_shown_side_by_side(record):
             page([first, measured("20991230T000000-abcdef", **changed)])
 
 
+def test_a_task_s_files_of_one_name_that_hold_other_items_are_not_shown_side_by_side(record):
+    def measured(run_id, sha256):
+        rows = [{"method": "full", "dataset": "piqa", "rate": 1.0, "score": 50.0, "items": 20, "of_full": 100.0}]
+        tasks = [{"task": ["piqa"], "shots": 3, "items": None, "file": "piqa.jsonl"}]
+        entry = {"role": "task", "name": "piqa.jsonl", "sha256": sha256, "run_id": None}
+        config = {"model": "tiny", "tasks": tasks}
+        return {**record, "run_id": run_id, "config": config, "rows": rows, "inputs": [*record["inputs"], entry]}
+
+    first = measured("20991231T000000-abcdef", 64 * "a")
+    page([first, measured("20991230T000000-abcdef", 64 * "a")])
+    with pytest.raises(UserError, match=r"the records differ in the file `piqa\.jsonl`"):
+        page([first, measured("20991230T000000-abcdef", 64 * "b")])
+
+
 def test_one_task_is_shown_with_and_without_its_question_and_under_any_name_of_a_row(record):
     def measured(*tasks, run_id="20991231T000000-abcdef"):
         rows = [{"method": "full", "dataset": "niah", "rate": 1.0, "score": 50.0, "items": 20, "of_full": 100.0}]

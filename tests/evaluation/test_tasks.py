@@ -271,6 +271,8 @@ def test_long_decoding_is_compared_by_position(values, files, tmp_path, monkeypa
     assert rows["full"]["top1 512–600"] == 1
     weighted = (512 * rows["static-joint-pf 0.3"]["kl 0–512"] + 88 * rows["static-joint-pf 0.3"]["kl 512–600"]) / 600
     assert rows["static-joint-pf 0.3"]["kl"] == pytest.approx(weighted)
+    with pytest.raises(UserError, match="`items` must be at most 1, the rows of "):
+        last(values | {"tasks": [tasks[0] | {"items": 7}], "methods": methods}, tmp_path / "more")
     [text] = (output / TEXTS).iterdir()
     written = json.loads(text.read_text())["text"]
     assert len(written) == 600
@@ -298,6 +300,14 @@ def test_a_chat_template_goes_around_context_and_question():
     assert [tokenizer.decode(each) for each in pieces] == ["<user>The context.", " A question?</><assistant>It is"]
     bare = prompt_pieces(tokenizer, "The context.", " A question?", " It is")
     assert [tokenizer.decode(each) for each in bare] == ["The context.", " A question? It is"]
+
+
+def test_a_template_that_tells_the_date_asks_the_same_on_every_day():
+    tokenizer = byte_tokenizer()
+    date = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %} {{ date_string }}"
+    tokenizer.chat_template = date + "{% for message in messages %}<{{ message['content'] }}>{% endfor %}"
+    context, question = prompt_pieces(tokenizer, "It is.", " What?", chat=True)
+    assert tokenizer.decode([*context, *question]) == "26 Jul 2024 26 Jul 2024<It is. What?>"
 
 
 def test_generation_stops_where_an_answer_is_settled_or_ends():
@@ -347,6 +357,7 @@ def test_generation_stops_where_an_answer_is_settled_or_ends():
             {"tasks": [{"task": "lookup", "facts": 2, "questions": 3}]},
             "`questions` must be between 1 and the 2 `facts`",
         ),
+        ({"tasks": [{"task": "lookup", "facts": 200_000}]}, "`facts` must be at most 103,776, of which each has a key"),
         ({"tasks": [{"task": "lookup", "facts": 3}] * 2}, "`tasks` must be each listed once"),
         ({"tasks": [{"task": "lookup", "together": "lookup"}]}, "`together` must be another name than a task's"),
         (

@@ -7,6 +7,8 @@ import yaml
 from huggingface_hub import ModelCard
 
 from lowrank_kv.utils import provenance, run_record
+from training.data_sources import labels_of
+from training.run_records import write_record
 
 
 def test_a_training_writes_one_record_and_its_checkpoint_names_it(here, four_steps, tmp_path):
@@ -22,6 +24,23 @@ def test_a_training_writes_one_record_and_its_checkpoint_names_it(here, four_ste
     here("train_dynakv.py", "--config", four_steps, "--resume", "--optimizer.steps", 6)
     assert [*(output / "training").iterdir()] == [path]
     assert [row["step"] for row in run_record.load(path)["rows"]] == [1, 2, 3, 4, 5, 6]
+
+
+def test_texts_are_told_apart_by_as_much_of_their_names_as_it_takes():
+    names = ["/data/wiki/val.jsonl", "/data/books/val.jsonl", "org/text", "org/text", "other.jsonl"]
+    assert labels_of(names) == ["wiki/val.jsonl", "books/val.jsonl", "text #3", "text #4", "other.jsonl"]
+    assert labels_of(["/a/val.jsonl"]) == ["val.jsonl"]
+
+
+def test_figures_that_are_no_numbers_cost_no_record(tmp_path):
+    record = run_record.new_record("training", config={}, inputs=[], n={"steps": 2})
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "loss": NaN, "heldout": {"a": {"kl": Infinity}}}\n')
+    write_record(record, tmp_path, metrics, {"heldout": {"a": {"kl": float("nan")}}}, [])
+    [path] = (tmp_path / "training").iterdir()
+    found = run_record.load(path)
+    assert found["rows"] == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": None, "heldout": {"a": {"kl": None}}}]
+    assert found["summary"] == {"heldout": {"a": {"kl": None}}}
 
 
 def test_a_training_writes_a_model_card_that_the_hub_can_read(here, four_steps, tmp_path, tiny_dir):

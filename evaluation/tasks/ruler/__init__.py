@@ -8,6 +8,7 @@ take at most `length` tokens. Differences from the published generator, each for
 - The essay is local prose, of which each sample begins at another sentence. Results are those of an own haystack.
 - `cwe` adds pairs of an adjective and a noun where all words of its list do not fill the length (from about 200 K tokens
   on). The published generator draws all words from another list there, which it has beside the package of the first.
+- `vt` says "assigned" where the published prompt has "assgined".
 - `qa_2` keeps the supporting documents of a question and fills up with the others, so it works below 4 K tokens.
 """
 

@@ -164,6 +164,11 @@ def test_paths_of_the_machine_are_cut_to_names(text, expected):
     assert provenance.without_paths({"x": [text]}) == {"x": [expected]}
 
 
+def test_keys_that_are_alike_without_their_paths_are_numbered():
+    found = provenance.without_paths({"/data/wiki/val.jsonl": 1, "/data/books/val.jsonl": 2, "b": 3})
+    assert found == {"val.jsonl": 1, "val.jsonl #2": 2, "b": 3}
+
+
 def test_the_users_name_does_not_appear(monkeypatch):
     monkeypatch.setattr(provenance.getpass, "getuser", lambda: "alice")
     assert provenance.without_paths("runs/alice/checkpoint") == "checkpoint"
