@@ -62,6 +62,7 @@ with training:
 
 def main() -> None:
     """The console script; ``python -m lowrank_kv_cli`` is the same."""
+    cli.open_streams()
     if not sys.stderr.isatty():
         for name in _BARS_OF_OTHERS:
             os.environ.setdefault(name, "1")

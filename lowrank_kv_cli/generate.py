@@ -185,7 +185,7 @@ def read_prompt(prompt: str) -> str:
     if not prompt.startswith("@"):
         return prompt
     try:
-        return path_of(prompt[1:]).read_text(encoding="utf-8")
+        return path_of(prompt[1:]).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise UserError(f"cannot read the prompt file `{prompt[1:]}`: {error.strerror}") from error
     except UnicodeDecodeError as error:

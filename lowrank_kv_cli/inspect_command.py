@@ -302,7 +302,13 @@ def _pairs(values: dict[str, Any], unit: str = "") -> str:
         if isinstance(value, dict):
             inner = {f"{name}.{key}": each for key, each in value.items()}
             found.append("" if name == "layer_rates" else _pairs(inner, unit))
+        elif isinstance(value, list):
+            plain = [_word(each) for each in value if not isinstance(each, dict | list)]  # `--json` has tables, too
+            found.append(f"{name} {', '.join(plain)}{unit}" if plain else "")
         elif value is not None:
-            shown = f"{value:,}" if type(value) is int else f"{value:.4g}" if type(value) is float else value
-            found.append(f"{name} {', '.join(shown) if isinstance(shown, list) else shown}{unit}")
+            found.append(f"{name} {_word(value)}{unit}")
     return ", ".join(filter(None, found))
+
+
+def _word(value: Any) -> str:
+    return f"{value:,}" if type(value) is int else f"{value:.4g}" if type(value) is float else str(value or "none")

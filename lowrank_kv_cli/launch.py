@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from lowrank_kv.utils.cli import INTERRUPTED, MISTAKE
+from lowrank_kv.utils.errors import UserError
 
 
 def main(argv: list[str]) -> None:
@@ -43,6 +44,8 @@ def main(argv: list[str]) -> None:
         _end(failure.exitcode)
     except SignalException as error:
         _end(-error.sigval)
+    except (FileNotFoundError, ValueError) as error:  # of the launcher itself: commands are other processes
+        raise UserError(f"accelerate cannot launch so: {' '.join(str(error).split())}") from error
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)  # and the command has said that it was interrupted
 

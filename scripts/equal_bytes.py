@@ -155,7 +155,7 @@ def _on_curve(measured: Sequence[tuple[float, float]], x: float, points: int, wh
     first = max(0, min(above - points // 2, len(known) - points))
     around = known[first : first + points]
     steps = [higher - lower for lower, higher in itertools.pairwise(around)]
-    if points > 2 and min(steps) < _NEAREST * max(steps):
+    if points > 2 and steps and min(steps) < _NEAREST * max(steps):
         near = around[steps.index(min(steps))]
         raise UserError(
             f"two of `--against` hold nearly the same bytes, {near:.4f} and {near + min(steps):.4f} in {where}, and no "

@@ -14,12 +14,13 @@ from transformers import PreTrainedModel
 
 import dynakv
 from dynakv.checkpoint import save_again
-from dynakv.checkpoint_files import read_config
+from dynakv.checkpoint_files import WEIGHTS, read_config
 from dynakv.measured_rates import measured_rates
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
+from lowrank_kv.utils.atomic_write import check_directory, check_replaceable
 from lowrank_kv.utils.config import configuration, option, parse_config
 from lowrank_kv.utils.errors import UserError
-from lowrank_kv.utils.paths import name_of
+from lowrank_kv.utils.paths import name_of, path_of
 from lowrank_kv.utils.progress import progress_bar
 from lowrank_kv.utils.text_data import NAME_HELP, CalibrationText
 
@@ -41,7 +42,9 @@ class MeasureConfig(CalibrationText):
 
 def main(argv: list[str]) -> None:
     config, _ = parse_config(MeasureConfig, argv, description=__doc__)
-    saved = read_config(config.checkpoint)
+    saved, directory = read_config(config.checkpoint), path_of(config.checkpoint).resolve()
+    check_replaceable(directory, WEIGHTS)  # now, not when all is measured
+    check_directory(directory.parent)
     name = config.model or saved.base_model
     model = dynakv.attach(load_model(name, dtype=config.dtype, device=config.device), config.checkpoint)
     dynakv.set_exact_tokens(model, saved.compressor.seen_exactly)
@@ -50,7 +53,7 @@ def main(argv: list[str]) -> None:
     text = ", ".join(name_of(each) for each in config.name)
     batches = [Batch.from_ids(block_1T, None) for block_1T in blocks_NT.split(1)]
     summary = measure_again(model, progress_bar(batches, unit="block", desc="measuring"), text, saved.summary)
-    save_again(model, config.checkpoint, summary)
+    save_again(model, directory, summary)
     rates = measured_rates(config.checkpoint, read_config(config.checkpoint))
     kept = "of a token's bytes in 16 bits" if rates.of_bytes else "of its coefficients"
     print(f"{Path(config.checkpoint)}: keeps {rates.mean:.3f} {kept}, on {blocks_NT.numel():,} tokens of {text}")

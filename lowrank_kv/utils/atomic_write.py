@@ -17,13 +17,24 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
 
 
 def check_replaceable(target: str | Path, known_by: str) -> None:
-    """Raise :class:`UserError` unless `target` is free, an empty directory, or one that holds a file named `known_by`."""
+    """Raise :class:`UserError` unless `target` is free, or a directory that can be replaced: it is empty, or holds a file
+    named `known_by` and no directory."""
     target = Path(target)
     if target.is_symlink() or target.exists() and not target.is_dir():
         raise UserError(f"`{target}` is a file or a link, and a directory is to be written there; choose another name")
-    if target.is_dir() and any(target.iterdir()) and not (target / known_by).exists():
+    if not target.is_dir():
+        return
+    if os.path.ismount(target) or target.samefile(Path.cwd()):
+        what = "a mount point" if os.path.ismount(target) else "the working directory"
+        raise UserError(f"`{target}` is {what}, which cannot be replaced; name a directory within it")
+    if any(target.iterdir()) and not (target / known_by).exists():
         raise UserError(
             f"`{target}` holds other things and no `{known_by}`, so that replacing it would lose them; choose another name"
+        )
+    within = [path.name for path in target.iterdir() if path.is_dir()]
+    if within:
+        raise UserError(
+            f"`{target}` holds directories ({', '.join(sorted(within))}), which replacing it would lose; choose another name"
         )
 
 
@@ -196,10 +207,14 @@ def _make_readable(path: Path, mode: int) -> None:
 
 def _umask() -> int:
     """The process's mask of rights. Who asks for it by setting another leaves files of other threads open for a moment."""
-    if not _STATUS.exists():
-        return _UMASK_AT_IMPORT
-    [line] = [line for line in _STATUS.read_text(encoding="utf-8").splitlines() if line.startswith("Umask:")]
-    return int(line.split()[1], 8)
+    found = _told_umask()
+    return _UMASK_AT_IMPORT if found is None else found
+
+
+def _told_umask() -> int | None:
+    """The mask that the system tells; None where it does not, as elsewhere than on Linux, in old kernels and in gVisor."""
+    lines = _STATUS.read_text(encoding="utf-8").splitlines() if _STATUS.exists() else []
+    return next((int(line.split()[1], 8) for line in lines if line.startswith("Umask:")), None)
 
 
 def _set_and_restored_umask() -> int:
@@ -209,5 +224,5 @@ def _set_and_restored_umask() -> int:
 
 
 _STATUS = Path("/proc/self/status")
-# Elsewhere than on Linux: here, before there are threads.
-_UMASK_AT_IMPORT = 0o022 if _STATUS.exists() else _set_and_restored_umask()
+# Where the system does not tell it: here, before there are threads.
+_UMASK_AT_IMPORT = 0o022 if _told_umask() is not None else _set_and_restored_umask()

@@ -1,6 +1,7 @@
 """How every command of the project ends: a user's mistake is one paragraph and status 2, never a traceback."""
 
 import argparse
+import io
 import os
 import select
 import sys
@@ -45,6 +46,7 @@ def output_file(text: str) -> Path:
 def run(main: Callable[[list[str]], None]) -> None:
     """Call ``main(argv)``; a :class:`UserError`, or what a disk refuses, is a message on stderr and exit status 2. A command
     whose output is cut off, as by ``| head``, ends without a word."""
+    open_streams()
     threading.excepthook = _without_disk_errors(threading.excepthook)
     warnings.formatwarning = _one_paragraph
     try:
@@ -67,6 +69,16 @@ def run(main: Callable[[list[str]], None]) -> None:
     except KeyboardInterrupt:
         # Every process of a launch is interrupted, and one line says so.
         _end("interrupted" if _is_first() else None, INTERRUPTED)
+
+
+def open_streams() -> None:
+    """Let standard output and errors be written to where they are closed, or lack letters of what is said."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - for the rest of the process
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace" if name == "stdout" else "backslashreplace")
 
 
 def _reader_has_left() -> bool:

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import math
+import re
 import textwrap
 import types
 import typing
@@ -328,7 +329,7 @@ def _parse_scalar(text: str, hint: Any) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's own loader takes the last of equal keys, and says nothing of the others."""
+    """YAML's own loader takes the last of equal keys, and says nothing of the others; 0100 is 64 to it, and 1:30 is 90."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen: set[str] = set()
@@ -338,11 +339,22 @@ class _Loader(yaml.SafeLoader):
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
+    def decimal(self, node: yaml.ScalarNode) -> int | float:
+        if _NOT_DECIMAL.fullmatch(node.value):
+            raise yaml.constructor.ConstructorError(None, None, f"`{node.value}` is no decimal number", node.start_mark)
+        return super().construct_yaml_int(node) if node.tag.endswith(":int") else super().construct_yaml_float(node)
+
+
+_NOT_DECIMAL = re.compile(r"[-+]?0[0-7_]+|.*:.*")
+for _kind in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _Loader.decimal)
+
 
 def _yaml(text: str, complaint: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
+    # Dates that there are none of, tags that do not fit and nesting without end are no errors of YAML's own.
+    except (yaml.YAMLError, ValueError, KeyError, RecursionError) as error:
         raise UserError(f"{complaint}: {' '.join(str(error).split())}") from error
 
 

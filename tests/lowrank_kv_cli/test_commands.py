@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from ready_python import program
 from lowrank_kv.hf.loading import load_model
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv_cli import __main__ as cli
+from lowrank_kv_cli.generate import read_prompt
 
 ROOT = Path(__file__).parents[2]
 
@@ -205,3 +207,19 @@ def test_a_command_whose_reader_leaves_ends_without_a_word(tmp_path):
         words = [program(), "-m", "lowrank_kv_cli", "inspect", str(tmp_path / "bases")]
         done = subprocess.run(words, cwd=ROOT, stdout=closed, stderr=subprocess.PIPE, text=True)
     assert (done.stderr, done.returncode) == ("", 141)
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_a_stream_that_is_closed_or_lacks_letters_ends_no_command(closed):
+    shell = {"stdout": ">&-", "stderr": "2>&-"}[closed]
+    command = f"{shlex.quote(sys.executable)} -m lowrank_kv_cli --version {shell}"
+    assert subprocess.run(command, shell=True, check=False, capture_output=True).returncode == 0
+    script = "from lowrank_kv.utils import cli; cli.run(lambda argv: print('SHA-256 …'))"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, check=False, capture_output=True)
+    assert (done.returncode, done.stdout) == (0, b"SHA-256 ?\n")
+
+
+def test_a_prompt_file_s_byte_order_mark_is_no_part_of_the_prompt(tmp_path):
+    (tmp_path / "prompt.txt").write_text("a prompt", encoding="utf-8-sig")
+    assert read_prompt(f"@{tmp_path / 'prompt.txt'}") == "a prompt"

@@ -78,6 +78,23 @@ def test_a_compressor_says_its_rates_and_how_it_was_made(inspect, compressed, tm
     assert [line.split() for line in text.splitlines()[-2:]] == [["0", "0.250", "0.750"], ["1", "0.500", "1.000"]]
 
 
+def test_lists_of_numbers_and_tables_are_told(inspect, compressed, tmp_path):
+    """As a run has them that averages checkpoints, measures while it trains, or reads a data set without a subset."""
+    by_step = [{"step": 10, "kl": 0.5}, {"step": 20, "kl": 0.25}]
+    dynakv.save_compressor(
+        compressed, tmp_path / "run/checkpoint", summary={"averaged_steps": [10, 2000], "heldout_by_step": by_step}
+    )
+    (tmp_path / "run/checkpoint/run.json").write_text('{"run_id": "20260101T000000-abcdef"}')
+    (tmp_path / "run/config.yaml").write_text(
+        "{dataset: {name: [a, b], subset: [null, c]}, optimizer: {}, compressor: {}}"
+    )
+    found, text = inspect(tmp_path / "run/checkpoint")
+    assert "averaged_steps 10, 2,000" in text
+    assert "dataset.subset none, c" in text
+    assert "heldout_by_step" not in text
+    assert found["summary"]["heldout_by_step"] == by_step
+
+
 @pytest.mark.parametrize(
     ("summary", "expected"),
     [

@@ -18,6 +18,7 @@ from training_runs import SINGLE_THREAD
 
 from lowrank_kv.utils import cli
 from lowrank_kv.utils.errors import UserError
+from lowrank_kv_cli import launch as launch_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -130,3 +131,18 @@ def test_an_end_that_is_no_mistake_names_its_process():
     assert process.returncode == 1
     assert "ended with status 1, and the launcher ended the others" in error
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("--config_file", "missing.yaml", "-m", "lowrank_kv_cli", "--version"),
+            "accelerate cannot launch so: .*missing.yaml",
+        ),
+        (("--multi_gpu", "--num_processes", "1", "-m", "lowrank_kv_cli", "--version"), "accelerate cannot launch so: "),
+    ],
+)
+def test_the_launcher_s_own_mistakes_are_one_line(words, message):
+    with pytest.raises(UserError, match=message):
+        launch_command.main(list(words))

@@ -70,6 +70,8 @@ def test_methods_of_equal_bytes_are_one_point_of_the_line():
     windows = WINDOWS | {("twin", "novels"): [window(10, 0.2), window(12, 0.9)]}
     found = differences(windows, "novels", "small", ["small", "twin", "large"])
     assert found == pytest.approx([math.log(2), 0])
+    all_alike = windows | {(name, "novels"): windows["small", "novels"] for name in "abc"}
+    assert differences(all_alike, "novels", "small", ["twin", *"abc"]) == pytest.approx([math.log(2), 0])
 
 
 def test_a_window_alone_has_no_interval():

@@ -253,11 +253,32 @@ def test_a_file_is_as_readable_as_the_user_has_it_and_no_other_becomes_writable(
         os.umask(before)
 
 
-def test_where_the_system_does_not_say_the_rights_are_those_at_import(tmp_path, monkeypatch):
-    monkeypatch.setattr(atomic_write, "_STATUS", tmp_path / "missing")
+@pytest.mark.parametrize("status", [None, "Name:\tpython\n"])
+def test_where_the_system_does_not_say_the_rights_are_those_at_import(tmp_path, monkeypatch, status):
+    monkeypatch.setattr(atomic_write, "_STATUS", tmp_path / "status")
+    if status is not None:  # as in gVisor
+        (tmp_path / "status").write_text(status)
     monkeypatch.setattr(atomic_write, "_UMASK_AT_IMPORT", atomic_write._set_and_restored_umask() | 0o007)
     write_text(tmp_path / "text", "text")
     assert (tmp_path / "text").stat().st_mode & 0o007 == 0
+
+
+def test_a_directory_is_not_replaced_with_what_else_lies_in_it(tmp_path, monkeypatch):
+    calibration(tmp_path / "bases", 0)
+    calibration(tmp_path / "bases", 1)
+    calibration(tmp_path / "bases/wiki", 0)
+    before = contents(tmp_path / "bases/wiki")
+    with pytest.raises(UserError, match=r"holds directories \(wiki\), which replacing it would lose"):
+        calibration(tmp_path / "bases", 0)
+    assert contents(tmp_path / "bases/wiki") == before
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(
+        UserError, match="is the working directory, which cannot be replaced; name a directory within it"
+    ):
+        atomic_write.check_replaceable(".", WEIGHTS)
+    with pytest.raises(UserError, match="is a mount point"):
+        atomic_write.check_replaceable("/proc", WEIGHTS)
 
 
 def test_a_file_that_a_link_leads_to_is_replaced_and_the_link_stays(tmp_path):
