@@ -22,6 +22,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
+from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
 from lowrank_kv.hf.cache_argument import cache_name
 from lowrank_kv.hf.default_cache import note_read
 from lowrank_kv.hf.geometry import check_model
@@ -68,6 +69,8 @@ class _Decoding:
         if torch.is_grad_enabled() or not is_decoded:
             return self.call(*args, **kwargs)
         note_read(self.call.__self__)
+        if isinstance(cache, LowRankCache):
+            cache.check_even()  # in a graph layers do not look at one another
         kind = type(cache), frozenset(kwargs)  # calls that differ in these never share a graph
         if kind not in self.graphs:
             self.graphs[kind] = _compiled(self.call)

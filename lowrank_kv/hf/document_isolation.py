@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
+from lowrank_kv.hf.cache_argument import cache_name
 from lowrank_kv.hf.loading import position_limit
 from lowrank_kv.hf.self_check import TIMES_ROUNDING, Difference, least_allowed, random_ids
 from lowrank_kv.utils.eval_mode import evaluating
@@ -72,7 +73,7 @@ def objection_to_packing(model: PreTrainedModel, device: torch.device) -> str | 
 def _give_masks(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     """The pre-hook of a decoder: its masks, by kinds of layers where it has several, as it would make them itself."""
     position_BT = kwargs.get("position_ids")
-    if position_BT is None or kwargs.get("attention_mask") is not None or kwargs.get("past_key_values") is not None:
+    if position_BT is None or kwargs.get("attention_mask") is not None or kwargs.get(cache_name(kwargs)) is not None:
         return None
     like_BTE = torch.empty(*position_BT.shape, 1, dtype=decoder.dtype, device=position_BT.device)
     kwargs["attention_mask"] = create_masks_for_generate(decoder.config, like_BTE, None, None, position_ids=position_BT)

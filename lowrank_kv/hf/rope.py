@@ -247,7 +247,10 @@ class RopeHistory:
         self._rotations = {}
 
     def crop(self, length: int) -> None:
-        """Keep the rotations of the first `length` tokens."""
+        """Keep the rotations of the first `length` tokens; of none, another number of sequences may come next."""
+        if not length:
+            self.clear()
+            return
         for held in self._kept:
             held.crop(length)
         self.release()

@@ -37,6 +37,7 @@ class BitPlan(Quantization):
         bits: of each coefficient, falling.
         levels: bits → the levels of a codebook, (2**bits,) fp32, rising, for rows of mean square 1; one for each width that
             `bits` has, but 16.
+        device: of rows; by default that of the codebooks, of which a plan of 16 bits alone has none.
 
     Attributes:
         byte_R, shift_R, mask_R: where a code is: in the two bytes of the row from this one on, after so many bits, and under
@@ -49,7 +50,7 @@ class BitPlan(Quantization):
         UserError: a width is none of :data:`WIDTHS` or has no codebook, or widths rise.
     """
 
-    def __init__(self, bits: Sequence[int], levels: Mapping[int, Tensor]):
+    def __init__(self, bits: Sequence[int], levels: Mapping[int, Tensor], device: torch.device | None = None):
         self.bits = tuple(bits)
         for width in sorted(set(self.bits)):
             require(width in WIDTHS, "bits", width, f"among {', '.join(map(str, WIDTHS))}")
@@ -60,7 +61,8 @@ class BitPlan(Quantization):
         self._bits_before = list(itertools.accumulate(self.bits, initial=SCALE_BITS))
         self.num_uncoded = self.bits.count(UNCODED)
         self.native_view: Any = None
-        device = next(iter(self.levels.values())).device if self.levels else torch.device("cpu")
+        if device is None:
+            device = next(iter(self.levels.values())).device if self.levels else torch.device("cpu")
         start_R = torch.tensor(self._bits_before[:-1], device=device)
         self.byte_R, self.shift_R = start_R // 8, start_R % 8
         self.mask_R = torch.tensor([2**width - 1 for width in self.bits], device=device)
@@ -74,7 +76,7 @@ class BitPlan(Quantization):
 
     def to(self, device: torch.device) -> "BitPlan":
         """The same plan for rows on a device."""
-        return BitPlan(self.bits, {width: level_L.to(device) for width, level_L in self.levels.items()})
+        return BitPlan(self.bits, {width: level_L.to(device) for width, level_L in self.levels.items()}, device)
 
     def row_bytes(self, rank: int) -> int:
         return -(-self._bits_before[rank] // 8)

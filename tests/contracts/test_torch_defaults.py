@@ -1,9 +1,11 @@
 """What torch makes by default, of which dtype and where, changes nothing about a compressed cache."""
 
 import contextlib
+import dataclasses
 
 import pytest
 import torch
+from even_levels import LEVELS
 from methods import METHODS, calibration_of, planned_model, tiny_model
 from safetensors import safe_open
 
@@ -13,6 +15,8 @@ from lowrank_kv.bases.bit_allocation import allocate_bits, next_saving
 from lowrank_kv.bases.codebooks import lloyd_max
 from lowrank_kv.bases.rank_allocation import falling_means
 from lowrank_kv.hf.cache import shared_marks
+from lowrank_kv.ops.arena_append.tables import PlannedTables
+from lowrank_kv.stores.bit_plan import BitPlan
 from ojakv import OjaKVCache, OjaKVConfig
 
 IDS = torch.randint(1, 97, (2, 80), generator=torch.Generator().manual_seed(0))
@@ -152,6 +156,17 @@ def test_a_compressor_is_exported_and_attached_the_same(dtype, device, tmp_path)
     expected = logits("plain", contextlib.nullcontext())
     for name, under in (("plain", defaults(dtype, device)), ("under", contextlib.nullcontext())):
         torch.testing.assert_close(logits(name, under), expected, atol=1e-6, rtol=0)
+
+
+@OTHERS
+def test_tables_of_a_server_s_pages_are_made_the_same(dtype, device):
+    plan = BitPlan((16, 8, 4, 4, 2), LEVELS)
+    expected = PlannedTables.of(plan, torch.device("cpu"))
+    with defaults(dtype, device):
+        found = PlannedTables.of(plan, torch.device("cpu"))
+    for field in dataclasses.fields(expected):
+        one, other = (getattr(each, field.name) for each in (found, expected))
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 @OTHERS

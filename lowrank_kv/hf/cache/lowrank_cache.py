@@ -136,6 +136,12 @@ class LowRankCache(WholeCalls):
             check_same_length(first.get_seq_length(), past + new)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    def check_even(self) -> None:
+        """Raise :class:`UserError` unless all layers hold as many tokens, as between calls they do."""
+        for layer in self.layers:
+            if counts_tokens(layer):
+                check_same_length(self.get_seq_length(), layer.get_seq_length())
+
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens of those that all layers hold. ``crop(0)`` makes a cache whole again
         after a call that was cut short: the layers before the one that failed have stored its tokens.
@@ -157,6 +163,8 @@ class LowRankCache(WholeCalls):
         for layer in counting:
             if isinstance(layer, CompressedLayer):
                 layer.truncate(length)  # one that has the right length may hold a part of a token more
+            elif not length and isinstance(layer, DynamicLayer):
+                _empty(layer)  # another number of sequences may come next
             elif layer.get_seq_length() != length or getattr(layer, "record_past", False):
                 layer.crop(length - layer.get_seq_length())
         for layer in recurrent:
@@ -210,9 +218,7 @@ class LowRankCache(WholeCalls):
     def reset(self) -> None:
         for layer in self.layers:
             if isinstance(layer, DynamicLayer):
-                # Up to 5.17 a native layer's own reset keeps its length, filled with zeros.
-                layer.keys = layer.values = None
-                layer.is_initialized = False
+                _empty(layer)
             elif is_recurrent(layer):
                 clear(layer)
         super().reset()
@@ -225,6 +231,14 @@ class LowRankCache(WholeCalls):
             self.history.select(index_B)
 
 
+def _empty(layer: DynamicLayer) -> None:
+    """Let a native layer hold nothing, and next any number of sequences."""
+    # Up to 5.17 its own reset keeps its length, filled with zeros.
+    layer.keys = layer.values = None
+    layer.is_initialized = False
+    layer.reset()
+
+
 def _check_crop(layer: CacheLayerMixin, length: int) -> None:
     """Raise :class:`UserError` where a layer cannot forget the tokens after the first `length`."""
     if isinstance(layer, CompressedLayer):
@@ -234,7 +248,7 @@ def _check_crop(layer: CacheLayerMixin, length: int) -> None:
         if held == length or held < window:
             return
         left = layer.keys.shape[-2] - (held - length)  # of what it still has, which may be more than the window
-        if not layer.record_past or (length and left < min(window - 1, length)):
+        if length and (not layer.record_past or left < min(window - 1, length)):
             raise UserError(
                 f"the cache cannot be cropped to {length} tokens: a layer with a sliding window of {window} has forgotten "
                 f"those before it; call `cache.activate_past_recording()` before the tokens that may be taken back, or read "

@@ -44,16 +44,16 @@ class PlannedTables:
             plans, table_L, descriptor_K3R = [row_format], row_format.table_L, row_format.descriptor_3R[None]
         ranks = [plan.num_coefficients for plan in plans]
         sizes = [plan.row_bytes(rank) for plan, rank in zip(plans, ranks, strict=True)]
-        first_coef_KY, most_in_byte = torch.zeros(len(plans), max(sizes), dtype=torch.int32), 1
+        first_coef_KY, most_in_byte = torch.zeros(len(plans), max(sizes), dtype=torch.int32, device="cpu"), 1
         for first_coef_Y, plan, size in zip(first_coef_KY, plans, sizes, strict=True):
-            bit_Y = torch.arange(size) * 8
+            bit_Y = torch.arange(size, device="cpu") * 8
             start_R = (plan.byte_R * 8 + plan.shift_R).cpu()
-            first_coef_Y[:size] = torch.searchsorted(start_R + torch.tensor(plan.bits), bit_Y, right=True)
+            first_coef_Y[:size] = torch.searchsorted(start_R + torch.tensor(plan.bits, device="cpu"), bit_Y, right=True)
             behind_Y = torch.searchsorted(start_R, bit_Y + 8)
             most_in_byte = max(most_in_byte, int((behind_Y - first_coef_Y[:size]).max()))
         return cls(
-            rank_K=torch.tensor(ranks, dtype=torch.int32).to(device),
-            size_K=torch.tensor(sizes, dtype=torch.int32).to(device),
+            rank_K=torch.tensor(ranks, dtype=torch.int32, device=device),
+            size_K=torch.tensor(sizes, dtype=torch.int32, device=device),
             descriptor_K3R=descriptor_K3R.contiguous().to(device),
             threshold_L=((table_L[1:] + table_L[:-1]) / 2).to(device),
             first_coef_KY=first_coef_KY.to(device),

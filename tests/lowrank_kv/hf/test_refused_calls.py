@@ -1,9 +1,13 @@
 """A call that a layer refuses leaves its cache as it was."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
-from methods import METHODS, tiny_model
+from families import BY_NAME
+from methods import METHODS, picked, tiny_model
 
+from lowrank_kv.hf.compile_decoding import compile_decoding
 from lowrank_kv.utils.errors import UserError
 
 every_method = pytest.mark.parametrize(
@@ -120,3 +124,60 @@ def test_a_rotary_module_of_another_name_is_found_or_its_model_refused(method, i
         torch.testing.assert_close(torch.cat(parts, dim=1), dense, atol=2e-4, rtol=0)
     finally:
         del type(model.model).rotary_emb
+
+
+def positions(start: int, end: int, rows: int) -> torch.Tensor:
+    """As `generate()` gives them: for each sequence."""
+    return torch.arange(start, end).expand(rows, -1)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@torch.no_grad()
+def test_a_cropped_text_of_two_leaves_no_rotations_of_two(method, rows):
+    """Behind it, a chunk of a text is read as dense keys that are rotated as the cache remembers."""
+    model = tiny_model()
+    make_cache = method.build(model, 0.5)
+    ids = torch.randint(1, 97, (3, 60), generator=torch.Generator().manual_seed(0))
+    cropped, fresh = make_cache(), make_cache()
+    model(ids[:2, :40], position_ids=positions(0, 40, 2), past_key_values=cropped)
+    cropped.crop(-40)
+    for start, end in ((0, 36), (36, 58), (58, 59)):
+        given = {"input_ids": ids[:rows, start:end], "position_ids": positions(start, end, rows)}
+        found, expected = (model(**given, past_key_values=cache).logits for cache in (cropped, fresh))
+        assert torch.equal(found, expected)
+    assert cropped.nbytes == fresh.nbytes
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+@torch.no_grad()
+def test_a_cropped_text_leaves_no_number_of_sequences_in_native_layers(family):
+    model = BY_NAME[family].model()
+    make_cache = picked("dynakv")[0].build(model, 0.5)
+    ids = torch.randint(1, 97, (3, 30), generator=torch.Generator().manual_seed(0))
+    cropped, fresh = make_cache(), make_cache()
+    model(ids[:2], past_key_values=cropped)
+    cropped.crop(-30)
+    for step in (ids[:, :29], ids[:, 29:]):
+        found, expected = (model(step, past_key_values=cache).logits for cache in (cropped, fresh))
+        assert torch.equal(found, expected)
+
+
+@torch.no_grad()
+def test_a_compiled_step_refuses_a_cache_whose_call_was_cut(monkeypatch):
+    """Also where keys are stored rotated, so that no rotations are remembered that would tell."""
+    model = tiny_model()
+    cache = picked("ojakv-pf")[0].build(model, 0.5)()
+    ids = torch.randint(1, 97, (1, 30), generator=torch.Generator().manual_seed(0))
+    model(ids[:, :29], past_key_values=cache)
+    with monkeypatch.context() as patched:
+        patched.setattr(cache.layers[1], "append", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            model(ids[:, 29:], past_key_values=cache)
+    compile_decoding(model)
+    with pytest.raises(
+        UserError, match=r"layers hold different numbers of tokens, .*`cache\.crop\(0\)` makes them equal"
+    ):
+        model(ids[:, 29:], past_key_values=cache)
+    cache.crop(0)
+    cache.check_even()

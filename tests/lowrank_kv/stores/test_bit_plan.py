@@ -167,3 +167,11 @@ def test_compiled_attention_rebuilds_rotated_keys_in_bf16(bits, count, queries, 
     expected = reference.lowrank_attention(query.double(), tokens, Scoring(0.1))
     found = native_attention.lowrank_attention(query, tokens, Scoring(0.1)).double()
     assert (found - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("bits", [(16, 16), (16, 4), (4, 4)])
+def test_a_plan_is_wholly_where_its_rows_are(bits):
+    """Also one of 16 bits alone, which has no codebook whose device it could take."""
+    plan = BitPlan(bits, LEVELS).to(torch.device("meta"))
+    found = {plan.byte_R, plan.shift_R, plan.mask_R, plan.first_level_R, plan.table_L, plan.descriptor_3R}
+    assert {tensor.device.type for tensor in found} == {"meta"}
