@@ -1,6 +1,7 @@
 """How every command of the project ends: a user's mistake is one paragraph and status 2, never a traceback."""
 
 import argparse
+import codecs
 import io
 import os
 import select
@@ -77,7 +78,7 @@ def open_streams() -> None:
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - for the rest of the process
-        elif isinstance(stream, io.TextIOWrapper):
+        elif isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
             stream.reconfigure(errors="replace" if name == "stdout" else "backslashreplace")
 
 
