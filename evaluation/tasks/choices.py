@@ -6,6 +6,7 @@ tokens. The others are asked behind it. Prompts are those of lm-evaluation-harne
 """
 
 import dataclasses
+import functools
 import random
 import re
 from collections.abc import Callable, Mapping
@@ -271,12 +272,7 @@ def choice_items(
     metric = CHOICE_TASKS[name].metric
     clusters = {about: number for number, about in enumerate(dict.fromkeys(each.about for each in asked))}
 
-    def begin(text: str) -> tuple[int, ...]:
-        return encode_beginning(tokenizer, text)
-
-    def behind(text: str) -> tuple[int, ...]:
-        return encode_behind(tokenizer, text)
-
+    begin, behind = (functools.partial(encode, tokenizer) for encode in (encode_beginning, encode_behind))
     return [
         ChoiceItem(
             cluster=clusters[each.about],

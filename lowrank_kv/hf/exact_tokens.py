@@ -31,16 +31,15 @@ class ExactTokens:
         end_BQ = self.end_of_compressed(position_BT)
         return (position_BT >= self.num_sink_tokens)[:, None] & (position_BT[:, None] < end_BQ[:, :, None])
 
-    def end_of_compressed(self, position_BQ: Tensor) -> Tensor:
-        """The place before which queries at these places read tokens compressed, but for the first; (B, Q) int64."""
+    def end_of_compressed(self, position: Tensor | int) -> Tensor | int:
+        """The place before which queries at these places, or at one, read tokens compressed, but for the first."""
         # A token waits while it may still be taken back, so that the newest of those before a query never counts.
-        return (position_BQ - 1) // self.update_period * self.update_period - self.recent_window
+        return (position - 1) // self.update_period * self.update_period - self.recent_window
 
     def read_by_some(self, tokens: int) -> slice:
         """The tokens of a pass that some query reads compressed whose prediction is scored, as the last one's is not; none
         if the pass is too short."""
-        end = (tokens - 3) // self.update_period * self.update_period - self.recent_window
-        return slice(self.num_sink_tokens, max(end, self.num_sink_tokens))
+        return slice(self.num_sink_tokens, max(self.end_of_compressed(tokens - 2), self.num_sink_tokens))
 
     def joined(
         self,

@@ -158,10 +158,10 @@ def without_paths(value: Any) -> Any:
     if isinstance(value, Mapping):
         found: dict[str, Any] = {}
         for key, each in value.items():
-            name = own = str(without_paths(key))
-            for number in itertools.count(2):
-                if name not in found:
-                    break
+            own, number = str(without_paths(key)), 1
+            name = own
+            while name in found:
+                number += 1
                 name = f"{own} #{number}"
             found[name] = without_paths(each)
         return found

@@ -367,9 +367,8 @@ def test_who_takes_the_bytes_of_a_missing_checkpoint_is_left_out_too(capsys):
         [kept] = available_methods(order)
         assert (kept.name, kept.bytes, kept.bytes_of) == ("ojakv-joint", [0.5], None)
         assert "leaving out `static-joint-pf`: it takes the bytes of `learned`" in capsys.readouterr().out
-    with pytest.raises(
-        UserError, match="none of the checkpoints is there: /nowhere; train one of them, or give others"
-    ):
+    message = "none of the checkpoints is there: /nowhere; train one of them, or give others"
+    with pytest.raises(UserError, match=message):
         available_methods([missing, alone])
 
 

@@ -138,9 +138,10 @@ class LowRankCache(WholeCalls):
 
     def check_even(self) -> None:
         """Raise :class:`UserError` unless all layers hold as many tokens, as between calls they do."""
+        expected = self.layers[self._first_compressed].get_seq_length()
         for layer in self.layers:
             if counts_tokens(layer):
-                check_same_length(self.get_seq_length(), layer.get_seq_length())
+                check_same_length(expected, layer.get_seq_length())
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens of those that all layers hold. ``crop(0)`` makes a cache whole again
