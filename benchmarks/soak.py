@@ -111,6 +111,9 @@ class Clients:
 
 def main(argv: Sequence[str]) -> None:
     arguments = _parser().parse_args(argv)
+    require(
+        arguments.prompts >= 2, "--prompts", arguments.prompts, "at least 2, one of which tells wrong texts of another"
+    )
     arguments.prefill = PREFILL
     shape, (reference, prompts) = load_shape(arguments.model), _reference(arguments)
     with progress_bar(prompts, unit="prompt", desc="reading the reference") as bar:
@@ -292,9 +295,6 @@ def _reference(arguments: argparse.Namespace) -> tuple[Reference, list[list[int]
     documents = load_documents(arguments.text, subset=None, split="train", text_field="text")
     ids = [token for document in documents for token in tokenizer(document["text"])["input_ids"]]
     require(len(ids) > LENGTHS[1], "--text", arguments.text, f"of more than {LENGTHS[1]} tokens; it has {len(ids)}")
-    require(
-        arguments.prompts >= 2, "--prompts", arguments.prompts, "at least 2, one of which tells wrong texts of another"
-    )
     prompts: list[list[int]] = []
     for number in range(arguments.prompts):
         length, start = chance.randint(*LENGTHS), chance.randrange(len(ids) - LENGTHS[1])

@@ -62,10 +62,6 @@ with training:
 
 def main() -> None:
     """The console script; ``python -m lowrank_kv_cli`` is the same."""
-    cli.open_streams()
-    if not sys.stderr.isatty():
-        for name in _BARS_OF_OTHERS:
-            os.environ.setdefault(name, "1")
     cli.run(dispatch)
 
 
@@ -94,6 +90,9 @@ def dispatch(argv: list[str]) -> None:
     name, *rest = argv
     if name not in COMMANDS:
         raise UserError(f"unknown command `{name}`; {nearest(name, list(COMMANDS), 'commands')}")
+    if not sys.stderr.isatty():
+        for switch in _BARS_OF_OTHERS:
+            os.environ.setdefault(switch, "1")
     sys.argv = [f"{PROGRAM} {name}", *rest]  # argparse names the program by it, in usage and errors
     importlib.import_module(COMMANDS[name][0]).main(rest)
 

@@ -13,9 +13,9 @@ import importlib
 import importlib.util
 import json
 import os
-import re
 import sys
 import typing
+from typing import Any
 
 from lowrank_kv.hf.loading import hub_id_or_directory
 from lowrank_kv.utils.arguments import ArgumentParser
@@ -25,8 +25,7 @@ from lowrank_kv_vllm.plans import origin_of
 from lowrank_kv_vllm.settings import KEY, ServingConfig
 
 _ADDITIONAL = "--additional-config"
-_OF_VLLMS_COMMAND = ("--headless", "--api-server-count", "-asc")
-_SERVER = "vllm.entrypoints.launchers.api_server.entry"
+_SERVER, _WORDS = "vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.launchers.cli_args"
 
 
 def main(argv: list[str]) -> None:
@@ -50,15 +49,6 @@ def main(argv: list[str]) -> None:
     model = hub_id_or_directory(arguments.model)
     given = {key: value for key, value in vars(arguments).items() if key != "model" and value is not None}
     origin_of(build(ServingConfig, given, source="the command line"))
-    names = [re.split("[=.]", word)[0].replace("_", "-") for word in rest]
-    if _ADDITIONAL in names:
-        raise UserError(f"`{_ADDITIONAL}` is what this command sets; call vLLM itself to give other keys, too")
-    for name in _OF_VLLMS_COMMAND:
-        if name in names:
-            raise UserError(
-                f"`{name}` is read by vLLM's own command, and this one starts a single server; leave it out, or start "
-                f"`vllm serve` with `{_ADDITIONAL}`"
-            )
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
             "vLLM is not installed here; in a checkout, make an environment for it: `pip install -c constraints-vllm.txt "
@@ -76,4 +66,23 @@ def main(argv: list[str]) -> None:
         )
     plugin.check_version()  # before the server is imported, which other versions have elsewhere
     plugin.check_registered()
+    _check_words(words, given)
     importlib.import_module(_SERVER).main()
+
+
+def _check_words(words: list[str], given: dict[str, Any]) -> None:
+    """Raise :class:`UserError` where vLLM, which takes abbreviations and files of words, would read something else than this
+    command gives it, or what only its own command reads."""
+    parser = importlib.import_module("vllm.utils.argparse_utils").FlexibleArgumentParser()
+    read = importlib.import_module(_WORDS).make_arg_parser(parser).parse_args(words)
+    if read.additional_config != {KEY: given}:
+        raise UserError(
+            f"`{_ADDITIONAL}` is what this command sets, and vLLM would read {json.dumps(read.additional_config)}; leave it "
+            f"out, also under `--config`, or call vLLM itself with all keys"
+        )
+    for key in ("headless", "api_server_count"):
+        if getattr(read, key):
+            raise UserError(
+                f"`--{key.replace('_', '-')}` is read by vLLM's own command, and this one starts a single server; leave it "
+                f"out, or start `vllm serve` with `{_ADDITIONAL}`"
+            )

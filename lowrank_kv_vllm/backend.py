@@ -166,16 +166,17 @@ class PagedAttention(AttentionImpl[Step]):
 
     def _read_prompts(self, query_THD: Tensor, new: NewTokens, step: Step, output_THD: Tensor) -> None:
         """Attention of many new tokens over rebuilt states of those before them."""
-        if step.prompt_pages is None:
-            step.prompt_pages = self._pages.prompts(step.prompts)
+        if step.prompt_groups is None:
+            step.prompt_groups = self._pages.prompts(step.prompts)
         exactly = self._served.reads_prompts_exactly
-        for i, prompt in enumerate(step.prompts):
-            rebuilt = prompt.past if exactly else prompt.past + prompt.new.stop - prompt.new.start
-            for first, key_TGD, value_TGD in self._rebuilt(step.sequences.page_BP[prompt.sequence], rebuilt):
-                step.prompt_pages.hold(i, first, key_TGD, value_TGD)
-        if exactly:
-            step.prompt_pages.hold_new(new.key_TGD, new.value_TGD)
-        step.prompt_pages.attend(query_THD, output_THD, scale=self.scale)
+        for group in step.prompt_groups:
+            for i, prompt in enumerate(group.prompts):
+                rebuilt = prompt.past if exactly else prompt.past + prompt.new.stop - prompt.new.start
+                for first, key_TGD, value_TGD in self._rebuilt(step.sequences.page_BP[prompt.sequence], rebuilt):
+                    group.hold(i, first, key_TGD, value_TGD)
+            if exactly:
+                group.hold_new(new.key_TGD, new.value_TGD)
+            group.attend(query_THD, output_THD, scale=self.scale)
 
     def _rebuilt(self, page_P: Tensor, past: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         """A sequence's first tokens in tiles: the first one's position, and rotated keys and values, (T, G, D) each in the

@@ -85,10 +85,9 @@ class CompiledPages:
     def sinks(self, page_P: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return self._pages.sinks(int(page_P[0]), count)
 
-    def prompts(self, prompts: list[Prompt]) -> PromptPages:
-        return PromptPages(
-            [prompt.new for prompt in prompts],
-            [prompt.past for prompt in prompts],
+    def prompts(self, prompts: list[Prompt]) -> list[PromptPages]:
+        return PromptPages.of(
+            prompts,
             num_heads=self._layer.num_heads,
             num_kv_heads=self._layer.num_kv_heads,
             head_dim=self._layer.head_dim,

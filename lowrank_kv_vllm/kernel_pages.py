@@ -62,44 +62,40 @@ class KernelPages:
     def sinks(self, page_P: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return self._reader.sinks(page_P[0], count)
 
-    def prompts(self, prompts: list[Prompt]) -> "PromptStates":
-        return PromptStates([prompt.new for prompt in prompts])
+    def prompts(self, prompts: list[Prompt]) -> "list[PromptStates]":
+        return [PromptStates(prompt) for prompt in prompts]
 
 
 class PromptStates:
-    """Attention over a prompt's states, one prompt after another, by torch's own; see
-    :class:`lowrank_kv_vllm.layer.PromptAttention`.
+    """Attention over one prompt's states by torch's own; see :class:`lowrank_kv_vllm.step.PromptAttention`."""
 
-    Args:
-        new: of each prompt, its new tokens among all of the step.
-    """
-
-    def __init__(self, new: list[slice]):
-        self._new = new
-        self._held: list[list[tuple[Tensor, Tensor]]] = [[] for _ in new]
+    def __init__(self, prompt: Prompt):
+        self.prompts = [prompt]
+        self._held: list[tuple[Tensor, Tensor]] = []
 
     def hold(self, prompt: int, first: int, key_TGD: Tensor, value_TGD: Tensor) -> None:
-        self._held[prompt].append((key_TGD, value_TGD))
+        self._held.append((key_TGD, value_TGD))
 
     def hold_new(self, key_TGD: Tensor, value_TGD: Tensor) -> None:
-        for prompt, span in enumerate(self._new):
-            self._held[prompt].append((key_TGD[span], value_TGD[span]))
+        [prompt] = self.prompts
+        self._held.append((key_TGD[prompt.new], value_TGD[prompt.new]))
 
     def attend(self, query_THD: Tensor, output_THD: Tensor, *, scale: float) -> None:
-        for span, held in zip(self._new, self._held, strict=True):
-            key_KGD, value_KGD = (torch.cat(states) for states in zip(*held, strict=True))
-            held.clear()
-            tokens, seen = span.stop - span.start, len(key_KGD)
-            mask_TK = None
-            if seen > tokens:  # torch aligns its own causal mask with the first token
-                mask_TK = torch.ones(tokens, seen, dtype=torch.bool, device=key_KGD.device).tril_(seen - tokens)
-            found_HTD = F.scaled_dot_product_attention(
-                query_THD[span].transpose(0, 1)[None],
-                key_KGD.transpose(0, 1)[None],
-                value_KGD.transpose(0, 1)[None],
-                attn_mask=mask_TK,
-                is_causal=mask_TK is None,
-                scale=scale,
-                enable_gqa=True,
-            )[0]
-            output_THD[span] = found_HTD.transpose(0, 1)
+        [prompt] = self.prompts
+        key_KGD, value_KGD = (torch.cat(states) for states in zip(*self._held, strict=True))
+        self._held.clear()
+        query_THD = query_THD[prompt.new]
+        tokens, seen = len(query_THD), len(key_KGD)
+        mask_TK = None
+        if seen > tokens:  # torch aligns its own causal mask with the first token
+            mask_TK = torch.ones(tokens, seen, dtype=torch.bool, device=key_KGD.device).tril_(seen - tokens)
+        found_HTD = F.scaled_dot_product_attention(
+            query_THD.transpose(0, 1)[None],
+            key_KGD.transpose(0, 1)[None],
+            value_KGD.transpose(0, 1)[None],
+            attn_mask=mask_TK,
+            is_causal=mask_TK is None,
+            scale=scale,
+            enable_gqa=True,
+        )[0]
+        output_THD[prompt.new] = found_HTD.transpose(0, 1)

@@ -5,6 +5,7 @@ exact tokens, P pages of a sequence.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -75,5 +76,5 @@ class LayerPages(Protocol):
     def sinks(self, page_P: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """A sequence's first `count` exact tokens, (F, G, D): rotated keys, and values."""
 
-    def prompts(self, prompts: list[Prompt]) -> PromptAttention:
-        """What attends for a step's prompts."""
+    def prompts(self, prompts: list[Prompt]) -> Sequence[PromptAttention]:
+        """What attends for a step's prompts, for some of them after others, so that few are uncompressed at a time."""

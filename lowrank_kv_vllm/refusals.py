@@ -1,5 +1,7 @@
 """What cannot be served, found before the engine starts."""
 
+import os
+
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 from vllm.config import VllmConfig
@@ -8,6 +10,8 @@ from vllm.platforms import current_platform
 from lowrank_kv.hf.geometry import KVGeometry, geometry_of_config, warning_of_another
 from lowrank_kv.hf.rotary import family_rotates_neighbours
 from lowrank_kv.ops.native.library import WITHOUT_IT, library
+from lowrank_kv.ops.triton.availability import SWITCH, may_launch
+from lowrank_kv.stores.arena import MARK_BYTES
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv_vllm.backend import PagedBackend
 from lowrank_kv_vllm.plans import first_layer, origin_of
@@ -21,7 +25,7 @@ def check(config: VllmConfig, settings: ServingConfig) -> None:
     """Raise :class:`UserError` where a configuration cannot be served."""
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
     if not current_platform.is_cpu():
-        _check_gpu(settings)
+        _check_gpu(settings, cache.block_size)
     if config.use_v2_model_runner:
         raise UserError(
             "vLLM's second model runner does not tell where prompts end; set VLLM_USE_V2_MODEL_RUNNER=0 in the environment, "
@@ -60,28 +64,38 @@ def check(config: VllmConfig, settings: ServingConfig) -> None:
             f"(`--model-impl vllm`), or serve a model of another family, where vLLM has no code of its own for this one"
         )
     if config.lora_config is not None:
-        raise UserError("LoRA adapters change keys and values, for which bases were not made; merge one into the model")
+        raise UserError(
+            "`enable_lora` is true, but adapters change keys and values, for which bases were not made; leave it out, or merge "
+            "the adapter into the model and calibrate that"
+        )
     if config.kv_transfer_config is not None:
         raise UserError("KV transfer is not tested with compressed pages; leave `kv_transfer_config` out")
     if config.speculative_config is not None and config.speculative_config.method != "ngram":
         raise UserError(
-            f"speculative decoding with `{config.speculative_config.method}` has a drafter with a cache of its own; only "
-            f"`ngram` is served"
+            f"`speculative_config` has `method: {config.speculative_config.method}`, whose drafter has a cache of its own; "
+            f"set `method` to ngram, or leave `speculative_config` out"
         )
     if model.enable_sleep_mode and not current_platform.is_cpu():  # vLLM ignores it on a CPU
         raise UserError("sleep mode gives back memory in which the bases are; leave `enable_sleep_mode` out")
     if model.use_mla:
-        raise UserError(f"{model.model} keeps latents of its own (MLA), which need no other compression")
-    if model.attn_type != "decoder" or model.is_mm_prefix_lm:
         raise UserError(
-            f"tokens of {model.model} attend to later ones, too, and compressed pages are read causally; serve a decoder"
+            f"`model` is {model.model}, which keeps latents of its own (MLA) and needs no other compression; leave "
+            f"`{KEY}` out, or serve another model"
+        )
+    if model.attn_type == "attention_free":
+        raise UserError(f"`model` is {model.model}, which has no attention and so no keys and values; leave `{KEY}` out")
+    # One that is hybrid is told by its layers.
+    if model.attn_type in ("encoder_only", "encoder_decoder") or model.is_mm_prefix_lm:
+        raise UserError(
+            f"`model` is {model.model}, whose tokens attend to later ones, too, and compressed pages are read causally; serve "
+            f"a decoder"
         )
     if current_platform.is_cpu() and library() is None:
         raise UserError(f"compressed pages need compiled code on a CPU: {WITHOUT_IT}")
     _check_model(config, settings)
 
 
-def _check_gpu(settings: ServingConfig) -> None:
+def _check_gpu(settings: ServingConfig, block_size: int | None) -> None:
     found = f"compressed pages are served on CPUs so far, and vLLM runs on {current_platform.device_name}"
     if not current_platform.is_cuda():
         raise UserError(f"{found}; use vLLM's build for CPUs")
@@ -92,6 +106,15 @@ def _check_gpu(settings: ServingConfig) -> None:
         )
     if not current_platform.has_device_capability(80):
         raise UserError(f"{found}, on which the kernels do not run; use an NVIDIA GPU since Ampere")
+    if not may_launch():
+        raise UserError(
+            f"compressed pages on a GPU are read by Triton's kernels: install `triton`, and unset ${SWITCH}, which is "
+            f"{os.environ.get(SWITCH)!r}"
+        )
+    if block_size is not None and block_size % MARK_BYTES:
+        raise UserError(
+            f"`block_size` is {block_size}, and kernels read pages a multiple of {MARK_BYTES} bytes apart; set it to 128"
+        )
     logger.warning(
         "`untested_gpu`: no GPU has ever run this plugin, and its kernels only in tests. Compare the texts with those of "
         "`generate()` (docs/serving.md) before you use them."
@@ -106,6 +129,11 @@ def _check_model(config: VllmConfig, settings: ServingConfig) -> None:
         raise UserError(
             f"{others} of the {layers} layers of this {text_config.model_type} model have a sliding window or a state, "
             f"which vLLM would keep in pages of another kind; serve a model of full attention"
+        )
+    if (window := config.cache_config.sliding_window) is not None:
+        raise UserError(
+            f"layers of this {text_config.model_type} model have a sliding window of {window} tokens, no less than "
+            f"`max_model_len`, and vLLM would still keep pages of another kind; set `disable_sliding_window`"
         )
     if current_platform.is_cpu() and geometry.head_dim not in HEAD_SIZES:
         raise UserError(

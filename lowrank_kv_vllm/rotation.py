@@ -32,8 +32,9 @@ def rotation_of_model() -> RotaryTable:
     found = list(rotary_embedding._ROPE_DICT.values())
     if len(found) != 1:
         raise UserError(
-            f"vLLM's code of the model has {len(found)} rotary embeddings, and one for all layers is served; serve another "
-            f"model, or vLLM's own code of this one (`--model-impl vllm`)"
+            f"vLLM's code of the model, and of models that this process has served before, has {len(found)} rotary "
+            f"embeddings, and one for all layers is served; serve this model in a process of its own, by vLLM's own code "
+            f"(`--model-impl vllm`), or another model"
         )
     [rope] = found
     kind = type(rope).__name__

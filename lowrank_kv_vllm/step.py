@@ -54,20 +54,30 @@ class Prompt(NamedTuple):
 
 
 class PromptAttention(Protocol):
-    """Attention of many new tokens of a step's prompts, for its layers in turn."""
+    """Attention of many new tokens of some of a step's prompts, for its layers in turn.
+
+    Attributes:
+        prompts: whose states are held at a time.
+    """
+
+    prompts: Sequence[Prompt]
 
     def hold(self, prompt: int, first: int, key_TGD: Tensor, value_TGD: Tensor) -> None:
-        """Take the rotated keys, and values, of a prompt's tokens from position `first` on, which follow those before."""
+        """Take the rotated keys, and values, of a prompt's tokens from position `first` on, which follow those before.
+
+        Args:
+            prompt: its place among :attr:`prompts`.
+        """
 
     def hold_new(self, key_TGD: Tensor, value_TGD: Tensor) -> None:
-        """The same of all prompts' new tokens, from those of the step."""
+        """The same of the prompts' new tokens, from those of the step."""
 
     def attend(self, query_THD: Tensor, output_THD: Tensor, *, scale: float) -> None:
         """Attend, each token to its prompt up to itself, and forget what was held.
 
         Args:
-            query_THD: rotated, of the step's tokens, prompts or not.
-            output_THD: of the same tokens; those of no prompt stay as they are.
+            query_THD: rotated, of all of the step's tokens.
+            output_THD: of the same tokens; those of other sequences stay as they are.
             scale: of scores.
         """
 
@@ -84,7 +94,7 @@ class Step:
         decoding_N: sequences that attend in the compressed form, int64.
         decoding_rows: their tokens, int64; None where all are.
         prompts: the others.
-        prompt_pages: for uncompressed states of the prompts; the first layer makes them.
+        prompt_groups: what attends for them, some at a time; the first layer makes it.
 
     Tensors are on the device of the pages.
     """
@@ -96,7 +106,7 @@ class Step:
     decoding_N: Tensor
     decoding_rows: Tensor | None
     prompts: list[Prompt]
-    prompt_pages: PromptAttention | None = None
+    prompt_groups: Sequence[PromptAttention] | None = None
 
     @functools.cached_property
     def served(self) -> ServedTokens:

@@ -52,14 +52,20 @@ def plan_of(classes: int | str, seed: int = 0) -> BitPlan | TokenPlans | RankedR
 
 
 def layout_of(
-    classes: int | str, *, block_size: int = 32, num_sinks: int = 2, margin: float = 0.1, itemsize: int = 4
+    classes: int | str,
+    *,
+    block_size: int = 32,
+    num_sinks: int = 2,
+    margin: float = 0.1,
+    itemsize: int = 4,
+    head_dim: int = HEAD_DIM,
 ) -> PageLayout:
     return PageLayout.of(
         plan_of(classes, 0),
         plan_of(classes, 1),
         block_size=block_size,
         num_sinks=num_sinks,
-        sink_bytes=WIDTH * itemsize,
+        sink_bytes=HEADS * head_dim * itemsize,
         margin=margin,
     )
 

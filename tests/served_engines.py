@@ -75,9 +75,9 @@ def cohere(directory: Path) -> None:
     _save(CohereForCausalLM(CohereConfig(**_SHAPE, eos_token_id=0)), directory)
 
 
-def windowed(directory: Path) -> None:
+def windowed(directory: Path, sliding_window: int = 64) -> None:
     """A model of the same shape with sliding windows, and a tokenizer."""
-    _save(MistralForCausalLM(MistralConfig(**_SHAPE, sliding_window=64)), directory)
+    _save(MistralForCausalLM(MistralConfig(**_SHAPE, sliding_window=sliding_window)), directory)
 
 
 def _save(model: PreTrainedModel, directory: Path) -> None:

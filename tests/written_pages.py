@@ -11,17 +11,31 @@ MOST = 512  # tokens of a sequence
 
 
 class Written:
-    """Sequences in pages that other sequences' pages stand between, and what was written of each."""
+    """Sequences in pages that other sequences' pages stand between, and what was written of each.
 
-    def __init__(self, layout: PageLayout, lengths: list[int], dtype: torch.dtype = torch.float32, seed: int = 0):
-        self.layout, self.lengths, self.dtype = layout, lengths, dtype
+    Args:
+        first_page: the number of the first page; those before it are never touched, and take no memory.
+    """
+
+    def __init__(
+        self,
+        layout: PageLayout,
+        lengths: list[int],
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+        *,
+        head_dim: int = HEAD_DIM,
+        first_page: int = 0,
+    ):
+        self.layout, self.lengths, self.dtype, self.head_dim = layout, lengths, dtype, head_dim
         self.block, self.sinks = layout.keys.block_size, layout.keys.num_sinks
         count = max(-(-length // self.block) for length in lengths)
         generator = torch.Generator().manual_seed(seed)
-        order_X = torch.randperm(len(lengths) * count, generator=generator).int()
+        order_X = first_page + torch.randperm(len(lengths) * count, generator=generator).int()
         self.page_BP = order_X.view(len(lengths), count)
         # Pages of a server lie further apart than they are long.
-        memory = torch.full((len(lengths) * count, layout.page_bytes + 48), 0xA5, dtype=torch.uint8)
+        memory = torch.empty(first_page + len(lengths) * count, layout.page_bytes + 48, dtype=torch.uint8)
+        memory[first_page:] = 0xA5
         self.page_XY = memory[:, : layout.page_bytes]
         self.coef_SBTC = [[coefficients(n, seed + 7 * b + side) for b, n in enumerate(lengths)] for side in range(2)]
         rows = (layout.keys.row_format, layout.values.row_format)
@@ -29,9 +43,9 @@ class Written:
             [ranks(each, n, seed + 3 * b + i) for b, n in enumerate(lengths)] for i, each in enumerate(rows)
         ]
         self.state_SBTGD = [
-            [torch.randn(n, HEADS, HEAD_DIM, generator=generator).to(dtype) for n in lengths] for _ in range(2)
+            [torch.randn(n, HEADS, head_dim, generator=generator).to(dtype) for n in lengths] for _ in range(2)
         ]
-        self.pages = Pages(self.page_XY, layout, num_kv_heads=HEADS, head_dim=HEAD_DIM, dtype=dtype, most_tokens=MOST)
+        self.pages = Pages(self.page_XY, layout, num_kv_heads=HEADS, head_dim=head_dim, dtype=dtype, most_tokens=MOST)
 
     def step(
         self, spans: list[tuple[int, int, int]]

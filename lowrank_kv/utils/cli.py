@@ -47,7 +47,7 @@ def output_file(text: str) -> Path:
 def run(main: Callable[[list[str]], None]) -> None:
     """Call ``main(argv)``; a :class:`UserError`, or what a disk refuses, is a message on stderr and exit status 2. A command
     whose output is cut off, as by ``| head``, ends without a word."""
-    open_streams()
+    _open_streams()
     threading.excepthook = _without_disk_errors(threading.excepthook)
     warnings.formatwarning = _one_paragraph
     try:
@@ -72,7 +72,7 @@ def run(main: Callable[[list[str]], None]) -> None:
         _end("interrupted" if _is_first() else None, INTERRUPTED)
 
 
-def open_streams() -> None:
+def _open_streams() -> None:
     """Let standard output and errors be written to where they are closed, or lack letters of what is said."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)

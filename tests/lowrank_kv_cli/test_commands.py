@@ -93,20 +93,6 @@ def test_a_place_that_is_none_is_refused_before_the_work(text_file):
         cli.dispatch(["calibrate", *words])
 
 
-@pytest.mark.parametrize("given", ["--additional-config", "--additional_config={}", "--additional-config.other"])
-def test_nothing_takes_the_place_of_what_serve_tells_vllm(given, tiny_dir, tmp_path):
-    calibration_of(load_model(str(tiny_dir)), read=True).save(tmp_path / "bases", model="tiny", text=["random"])
-    with pytest.raises(UserError, match="`--additional-config` is what this command sets"):
-        cli.dispatch(["serve", "--model", str(tiny_dir), "--bases", str(tmp_path / "bases"), given, "1"])
-
-
-@pytest.mark.parametrize("given", ["--headless", "--api-server-count=2", "--api_server_count"])
-def test_serve_starts_a_single_server(given, tiny_dir, tmp_path):
-    calibration_of(load_model(str(tiny_dir)), read=True).save(tmp_path / "bases", model="tiny", text=["random"])
-    with pytest.raises(UserError, match="is read by vLLM's own command, and this one starts a single server"):
-        cli.dispatch(["serve", "--model", str(tiny_dir), "--bases", str(tmp_path / "bases"), given, "2"])
-
-
 def test_serve_says_why_it_has_not_every_preset(tiny_dir):
     command = ["serve", "--model", str(tiny_dir), "--bases", "b", "--preset", "adaptive-mixed"]
     with pytest.raises(

@@ -8,9 +8,10 @@ from served_engines import prompt_of, served, serving, texts
 
 from lowrank_kv.ops import native
 from lowrank_kv.ops.rotation import RotaryTable
-from lowrank_kv_vllm import backend
+from lowrank_kv_vllm import backend, prompts
 from lowrank_kv_vllm.backend import TILE, PagedAttention, tiles
-from lowrank_kv_vllm.prompts import PromptPages
+from lowrank_kv_vllm.prompts import BLOCK, PromptPages
+from lowrank_kv_vllm.step import Prompt
 
 HEADS, DIM, RANK, SINKS = 4, 64, 75, 1
 
@@ -43,6 +44,10 @@ def rebuilding(past: int, dtype: torch.dtype) -> tuple[PagedAttention, dict[str,
     return attention, made
 
 
+def pages_of(prompts: list[Prompt], dtype: torch.dtype) -> list[PromptPages]:
+    return PromptPages.of(prompts, num_heads=HEADS, num_kv_heads=HEADS, head_dim=DIM, dtype=dtype)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("past", [SINKS, SINKS + 1, 300, 2 * TILE + SINKS + 1, 3 * TILE + 500])
 def test_pages_hold_what_they_would_at_once(past, dtype):
@@ -52,8 +57,9 @@ def test_pages_hold_what_they_would_at_once(past, dtype):
         for row, decoder, sink in zip(made["row"], made["decoder"], made["sink"], strict=True)
     )
     key_TGD[SINKS:] = backend.rotated(attention._rotation, key_TGD[SINKS:], torch.arange(SINKS, past)).to(dtype)
-    shape = {"num_heads": HEADS, "num_kv_heads": HEADS, "head_dim": DIM, "dtype": dtype}
-    at_once, in_tiles = (PromptPages([slice(0, 3)], [past], **shape) for _ in range(2))
+    at_once, in_tiles = (pages_of([Prompt(0, slice(0, 3), past)], dtype)[0] for _ in range(2))
+    for each in (at_once, in_tiles):
+        each._memory.zero_()
     at_once.hold(0, 0, key_TGD, value_TGD)
     firsts = []
     for first, *states in attention._rebuilt(torch.zeros(1, dtype=torch.int32), past):
@@ -70,3 +76,50 @@ def test_texts_do_not_depend_on_tiles(files, monkeypatch, prefill):
     monkeypatch.setattr(backend, "TILE", 16)
     with serving(files, {**files.settings, **settings}) as engine:
         assert texts(served(engine, [prompt])) == [files.generated(prompt, **settings)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prompts_take_turns_in_little_memory(monkeypatch, dtype):
+    """Whoever read before in the same memory, also where that left what are no numbers."""
+    spans = [(3, 300), (40, 0), (1, 260), (7, 1000), (200, 5)]
+    starts = [sum(new for new, _ in spans[:i]) for i in range(len(spans))]
+    read = [Prompt(i, slice(start, start + new), past) for i, (start, (new, past)) in enumerate(zip(starts, spans))]
+    generator = torch.Generator().manual_seed(0)
+    state = torch.randn(3, 251, HEADS, DIM, generator=generator).to(dtype)
+    earlier = {i: torch.randn(2, past, HEADS, DIM, generator=generator).to(dtype) for i, (_, past) in enumerate(spans)}
+    page_bytes = 2 * BLOCK * HEADS * DIM * dtype.itemsize
+    found = []
+    for most_pages, sizes in ((100, [5]), (4, [2, 1, 1, 1])):
+        monkeypatch.setattr(prompts, "MOST_BYTES", most_pages * page_bytes)
+        groups, output_THD = pages_of(read, dtype), torch.full_like(state[0], torch.nan)
+        assert [len(group.prompts) for group in groups] == sizes
+        groups[0]._memory.fill_(torch.nan)
+        for group in groups:
+            assert group._memory.data_ptr() == groups[0]._memory.data_ptr()
+            for i, prompt in enumerate(group.prompts):
+                group.hold(i, 0, *earlier[prompt.sequence])
+            group.hold_new(*state[1:])
+            group.attend(state[0], output_THD, scale=DIM**-0.5)
+        found.append(output_THD)
+    torch.testing.assert_close(*found)
+    for prompt in read:
+        key_KGD, value_KGD = torch.cat([earlier[prompt.sequence], state[1:, prompt.new]], dim=1).double()
+        seen, tokens = len(key_KGD), prompt.new.stop - prompt.new.start
+        expected_HTD = torch.nn.functional.scaled_dot_product_attention(
+            state[0, prompt.new].double().transpose(0, 1),
+            key_KGD.transpose(0, 1),
+            value_KGD.transpose(0, 1),
+            attn_mask=torch.ones(tokens, seen, dtype=torch.bool).tril(seen - tokens),
+        )
+        most = 2e-2 if dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(
+            found[1][prompt.new].double(), expected_HTD.transpose(0, 1), rtol=most, atol=most
+        )
+
+
+def test_texts_do_not_depend_on_turns(files, monkeypatch):
+    prompts_of_all = [prompt_of(length, length) for length in (60, 30, 38)]  # one step reads them
+    monkeypatch.setattr(prompts, "MOST_BYTES", 1)
+    with serving(files, files.settings) as engine:
+        found = texts(served(engine, prompts_of_all))
+    assert found == [files.generated(prompt, chunk=[len(prompt)]) for prompt in prompts_of_all]

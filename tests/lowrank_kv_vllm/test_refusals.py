@@ -35,7 +35,7 @@ def test_malformed_settings_are_one_clear_error(files, changed, message):
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"dtype": "float16"}, "float16"),
-        ({"enable_lora": True}, "LoRA"),
+        ({"enable_lora": True}, "`enable_lora` is true, .*; leave it out, or merge"),
         ({"kv_cache_dtype": "bfloat16"}, "set `kv_cache_dtype` to float32"),  # which is the model's
         ({"attention_backend": "TORCH_SDPA"}, "`attention_backend` is TORCH_SDPA, .*; leave it out"),
         ({"model_impl": "transformers"}, "`model_impl` is 'transformers', .*`--model-impl vllm`"),
@@ -132,17 +132,20 @@ def on_gpu(monkeypatch, *, kind: str = "cuda", capability: int = 90) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "platform", "message"),
+    ("changed", "platform", "switch", "block_size", "message"),
     [
-        ({}, {}, "CPUs so far, and vLLM runs on NVIDIA H100;.* set `untested_gpu: true` .*--untested-gpu"),
-        ({"untested_gpu": True}, {"capability": 75}, "since Ampere"),
-        ({"untested_gpu": True}, {"kind": "rocm"}, "vLLM's build for CPUs"),
+        ({}, {}, "1", BLOCK, "CPUs so far, and vLLM runs on NVIDIA H100;.* set `untested_gpu: true` .*--untested-gpu"),
+        ({"untested_gpu": True}, {"capability": 75}, "1", BLOCK, "since Ampere"),
+        ({"untested_gpu": True}, {"kind": "rocm"}, "1", BLOCK, "vLLM's build for CPUs"),
+        ({"untested_gpu": True}, {}, "0", BLOCK, "install `triton`, and unset .LOWRANK_KV_TRITON, which is '0'"),
+        ({"untested_gpu": True}, {}, "1", 30, "`block_size` is 30, .*; set it to 128"),
     ],
 )
-def test_gpus_are_refused(files, monkeypatch, changed, platform, message):
+def test_gpus_are_refused(files, monkeypatch, changed, platform, switch, block_size, message):
+    monkeypatch.setenv("LOWRANK_KV_TRITON", switch)
     on_gpu(monkeypatch, **platform)
     with pytest.raises(UserError, match=message):
-        configured(files, {**files.settings, **changed})
+        configured(files, {**files.settings, **changed}, block_size=block_size)
 
 
 def test_a_gpu_that_is_asked_for_is_served_with_a_warning_and_any_heads(files, tmp_path, monkeypatch, caplog):
@@ -185,6 +188,14 @@ def test_a_model_with_sliding_windows_is_refused(files, tmp_path):
     windowed(tmp_path / "model")
     with pytest.raises(UserError, match="use a model without a window"):
         configured(files, files.settings, model=str(tmp_path / "model"))
+
+
+def test_a_window_that_hides_nothing_is_refused_unless_it_is_off(files, tmp_path):
+    windowed(tmp_path / "model", sliding_window=256)
+    changed = {"model": str(tmp_path / "model")}
+    with pytest.raises(UserError, match="a sliding window of 256 tokens, .*set `disable_sliding_window`"):
+        configured(files, files.settings, **changed)
+    configured(files, files.settings, **changed, disable_sliding_window=True)
 
 
 def test_gates_that_nobody_measured_are_refused_and_the_remedy_is_named(files, tmp_path):
@@ -275,16 +286,35 @@ def test_a_cpu_without_compiled_code_is_refused(files, monkeypatch):
         configured(files, files.settings)
 
 
-@pytest.mark.parametrize(("name", "value"), [("attn_type", "encoder_only"), ("is_mm_prefix_lm", True)])
-def test_models_that_attend_to_later_tokens_are_refused(files, monkeypatch, name, value):
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("attn_type", "encoder_only", "attend to later ones"),
+        ("attn_type", "encoder_decoder", "attend to later ones"),
+        ("attn_type", "attention_free", "has no attention"),
+        ("is_mm_prefix_lm", True, "attend to later ones"),
+        ("use_mla", True, r"latents of its own \(MLA\).*leave `lowrank_kv` out"),
+    ],
+)
+def test_models_without_causal_keys_and_values_are_refused(files, monkeypatch, name, value, message):
     from vllm.config import ModelConfig
 
     from lowrank_kv_vllm.refusals import check
 
     config = configured(files, files.settings)
     monkeypatch.setattr(ModelConfig, name, property(lambda self: value))
-    with pytest.raises(UserError, match="attend to later ones"):
+    with pytest.raises(UserError, match=message):
         check(config, ServingConfig(**files.settings))
+
+
+def test_a_hybrid_model_is_told_by_its_layers(files, monkeypatch):
+    from vllm.config import ModelConfig
+
+    from lowrank_kv_vllm.refusals import check
+
+    config = configured(files, files.settings)
+    monkeypatch.setattr(ModelConfig, "attn_type", property(lambda self: "hybrid"))
+    check(config, ServingConfig(**files.settings))
 
 
 def test_a_layer_that_asks_for_attention_of_its_own_is_refused(files):

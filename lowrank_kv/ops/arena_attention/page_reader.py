@@ -59,8 +59,10 @@ class PageReader:
         Args:
             page: its number; as a tensor of no dims it is not waited for.
         """
-        keys, values = self._pages.sink_key_XFGD, self._pages.sink_value_XFGD
-        return keys[page, :count].clone(), values[page, :count].clone()
+        found = self._pages.sink_key_XFGD, self._pages.sink_value_XFGD
+        page_1 = torch.as_tensor(page, device=self._device).reshape(1)  # an index of no dims would be waited for
+        key_FGD, value_FGD = (each.index_select(0, page_1)[0, :count] for each in found)
+        return key_FGD, value_FGD
 
     def attend(
         self,

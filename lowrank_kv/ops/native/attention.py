@@ -18,7 +18,7 @@ from lowrank_kv.ops.native.rotary import ATTEND_ROTARY, PackedRotary
 from lowrank_kv.ops.native.store_view import KINDS, NOTHING, StoreView
 from lowrank_kv.ops.scoring import Scoring
 
-# The members of `struct task` in attend.c, in their order: tokens and queries, (the rotation,) decoders, what tasks share.
+# The members of `struct task` in task.h, in their order: tokens and queries, (the rotation,) decoders, what tasks share.
 _TOKENS, _DECODERS, _COMMON = (struct.Struct(members) for members in ("10q", "7q", "7q2f"))
 # What a basis keeps of its decoder for compiled code: of keys pairs of rows and of columns in bf16, or padded rows; rows of
 # values.

@@ -24,7 +24,7 @@ enum { ROWS = 6, VECTORS = 2, NARROW = 12 };
 #endif
 enum { TILE = ROWS * VECTORS > NARROW ? ROWS * VECTORS : NARROW }; /* sums in registers */
 
-/* Arrays of floats are read and written by int_vector registers. */
+/* Arrays of floats are read and written by vector registers. */
 typedef float vector __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
 enum { LANES = VECTOR_BYTES / sizeof(float) };
 

@@ -111,8 +111,9 @@ static void pack_ranked(int64_t kind, int64_t group_size, const float *coef, int
         const int64_t end = (k + 1) * size < rank ? (k + 1) * size : rank;
         float low = coef[k * size], high = low;
         for (int64_t r = k * size + 1; r < end; r++) {
-            low = coef[r] < low ? coef[r] : low;
-            high = coef[r] > high ? coef[r] : high;
+            const int is_nan = coef[r] != coef[r]; /* then so are both, as in torch */
+            low = coef[r] < low || is_nan ? coef[r] : low;
+            high = coef[r] > high || is_nan ? coef[r] : high;
         }
         scale[groups + k] = to_bfloat16(low - fabsf(low) * rounding);
         low = from_bfloat16(scale[groups + k]);
@@ -120,7 +121,7 @@ static void pack_ranked(int64_t kind, int64_t group_size, const float *coef, int
         const float step = from_bfloat16(scale[k]), divisor = step > FLT_MIN ? step : FLT_MIN;
         for (int64_t r = k * size; r < end; r++) {
             const float level = nearbyintf((coef[r] - low) / divisor);
-            const uint8_t found = level < 0 ? 0 : level > most ? most : level;
+            const uint8_t found = !(level > 0) ? 0 : level > most ? most : level;
             if (kind == INT8)
                 code[r] = found;
             else

@@ -12,7 +12,7 @@
 /* Where keys, or values, are in a page, in bytes from its start, and how their rows are packed. */
 struct side {
     int64_t packed, mark, rows, sinks, end;
-    int64_t rank, mean_bytes;
+    int64_t rank, row_bytes; /* of a row; where rows differ, their mean */
     const struct plan *plan;        /* where all rows are of one class; else NULL */
     const struct classes *classes; /* else */
     const struct importance *gate; /* else */
@@ -59,7 +59,7 @@ static struct store store_of(const struct side *side, struct bucket *buckets, in
 }
 
 static struct bucket page_rows(const struct side *side, uint8_t *page) {
-    return (struct bucket){.rows = page + side->rows, .rank = side->rank, .row_bytes = side->mean_bytes,
+    return (struct bucket){.rows = page + side->rows, .rank = side->rank, .row_bytes = side->row_bytes,
                            .packed = page + side->packed, .mark = has_levels(side) ? (const int32_t *)(page + side->mark) : NULL};
 }
 
@@ -82,7 +82,7 @@ static int64_t place_all(const struct pages *pages, const struct side *side, con
             continue;
         }
         if (!has_levels(side)) {
-            target[t].at = page + side->rows + row * side->mean_bytes;
+            target[t].at = page + side->rows + row * side->row_bytes;
             target[t].level = side->kind == PLANNED ? 0 : side->rank;
             continue;
         }

@@ -22,7 +22,7 @@ from lowrank_kv.stores.bit_plan import BitPlan
 from lowrank_kv.stores.token_plans import MOST_CLASSES, TokenPlans
 from lowrank_kv.utils.errors import UserError
 
-# The members of the structs in pages.c, in their order.
+# The members of the structs in pages.c, and of those in new_tokens.h, in their order.
 _SIDE, _PAGES = struct.Struct("17q"), struct.Struct("7q")
 _WRITING, _QUERYING = struct.Struct("16q"), struct.Struct("28q2f")
 

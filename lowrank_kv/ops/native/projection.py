@@ -14,7 +14,7 @@ from lowrank_kv.ops.native.library import CPU, lanes, library
 from lowrank_kv.ops.native.pages import NewTokens, states_of
 from lowrank_kv.ops.native.store_view import KINDS
 
-_PROJECTING = struct.Struct("21q")  # the members of `struct projecting` in project.c, in their order
+_PROJECTING = struct.Struct("21q")  # the members of `struct projecting` in new_tokens.h, in their order
 
 
 class Projection:
@@ -31,7 +31,7 @@ class Projection:
 
     def __init__(self, key_CR: Tensor, value_CR: Tensor, turn_back: tuple[Tensor, Tensor], *, num_kv_heads: int):
         self._ranks = key_CR.shape[1], value_CR.shape[1]
-        self._vectors = [F.pad(each.float(), (0, -each.shape[1] % lanes())).contiguous() for each in (key_CR, value_CR)]
+        self._vectors = [_padded(each.float()).contiguous() for each in (key_CR, value_CR)]
         cos_XF, sin_XF = self._turn_back = turn_back
         self.widths = [vectors.shape[1] for vectors in self._vectors]
         self._addresses = [vectors.data_ptr() for vectors in self._vectors]
@@ -79,3 +79,9 @@ class Projection:
             kind,
             threads,
         )
+
+
+def _padded(vectors_CR: Tensor) -> Tensor:
+    """With zeros behind each row, so that whole registers are read; itself where rows are as long already."""
+    missing = -vectors_CR.shape[1] % lanes()
+    return F.pad(vectors_CR, (0, missing)) if missing else vectors_CR

@@ -11,7 +11,7 @@ from torch import Tensor
 from lowrank_kv.ops.native.library import CPU, contiguous_fp32, library
 from lowrank_kv.ops.native.store_view import NOTHING
 
-# The members that describe a rotation, in their order: in `struct task` of attend.c, and in `struct encoding` of encode.c.
+# The members that describe a rotation, in their order: in `struct task` of task.h, and in `struct encoding` of encode.c.
 ATTEND_ROTARY, ENCODE_ROTARY = struct.Struct("4q"), struct.Struct("4q")
 _SLOW = 1 / 300  # radians a position, as in slow.h
 

@@ -12,10 +12,15 @@ import torch
 SWITCH = "LOWRANK_KV_TRITON"
 
 
+def may_launch() -> bool:
+    """Whether Triton is installed and not switched off; no device is asked."""
+    return os.environ.get(SWITCH) != "0" and importlib.util.find_spec("triton") is not None
+
+
 @functools.cache
 def has_kernels(device: torch.device) -> bool:
     """Whether Triton's kernels run on a device: on an NVIDIA GPU since Ampere, or where they are interpreted."""
-    if os.environ.get(SWITCH) == "0" or importlib.util.find_spec("triton") is None:
+    if not may_launch():
         return False
     if device.type == "cuda":
         return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)

@@ -18,6 +18,7 @@ from lowrank_kv.ops.native.page_decoders import PageDecoders
 from lowrank_kv.ops.native.pages import NewTokens, Sequences
 from lowrank_kv.ops.rotation import RotaryTable
 from lowrank_kv.ops.scoring import Scoring
+from lowrank_kv.stores.arena import read_rows
 from lowrank_kv.utils.errors import UserError
 
 QUERY_HEADS = 6
@@ -51,6 +52,22 @@ def test_the_bytes_are_those_of_the_plain_form(classes, layout, lengths, pieces,
             tokens.pages.sinks(int(tokens.page_BP[b, 0]), min(length, num_sinks)), tokens.state_SBTGD, strict=True
         ):
             assert torch.equal(found, states[b][:num_sinks])
+
+
+@pytest.mark.parametrize("classes", ["int8", "int4", "fixed"])
+def test_a_coefficient_that_is_no_number_is_none_afterwards(classes):
+    """As in the plain form; it must not become one that looks right."""
+    tokens = Written(layout_of(classes, num_sinks=0), [5])
+    tokens.coef_SBTC[0][0][3, 2] = torch.nan
+    tokens.rank_SBT = [[None if rank_T is None else torch.full_like(rank_T, 30)] for [rank_T] in tokens.rank_SBT]
+    tokens.write_all()
+    is_nan_TR = tokens.rows(0, 0, 5).isnan()
+    assert is_nan_TR[3, 2]
+    assert not is_nan_TR[[0, 1, 2, 4]].any()
+    assert torch.equal(tokens.pages.rows(tokens.page_BP[0], 5)[0].isnan(), is_nan_TR)
+    plain_XY = tokens.plain()[0]
+    side = tokens.layout.keys
+    assert torch.equal(read_rows(side, plain_XY[tokens.page_BP[0, 0]], 5).isnan(), is_nan_TR)
 
 
 def test_tokens_without_a_place_are_not_written():
@@ -89,7 +106,7 @@ def dense(
         exact_TGD = tokens.state_SBTGD[which][b].double()
         sinks = min(past, tokens.sinks)
         row_NR = tokens.rows(which, b, past - sinks).double()
-        rebuilt_NGD = (row_NR @ decoders[which].double()).unflatten(1, (HEADS, HEAD_DIM))
+        rebuilt_NGD = (row_NR @ decoders[which].double()).unflatten(1, (HEADS, tokens.head_dim))
         if which == 0:
             cos_NF, sin_NF = (table[sinks:past, None].double() for table in (cos_XF, sin_XF))
             first, second = rebuilt_NGD.chunk(2, dim=-1)
@@ -106,32 +123,36 @@ def dense(
 @pytest.mark.parametrize("classes", [1, 4, *RANKED])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("lengths", "new", "num_sinks", "softcap", "sees_itself"),
+    ("lengths", "new", "num_sinks", "softcap", "sees_itself", "head_dim"),
     [
-        ([70], [1], 2, None, True),
-        ([150, 33, 3, 97], [1, 2, 1, 3], 2, None, True),
-        ([130, 65], [1, 1], 0, 5.0, True),
-        ([130, 65], [12, 9], 2, None, True),
-        ([5, 1], [1, 1], 4, None, True),
-        ([150, 33, 1], [1, 1, 1], 0, None, False),
+        ([70], [1], 2, None, True, HEAD_DIM),
+        ([150, 33, 3, 97], [1, 2, 1, 3], 2, None, True, HEAD_DIM),
+        ([150, 33, 3, 97], [1, 2, 1, 3], 1, None, True, 64),  # which processors with wide registers read otherwise
+        ([130, 65], [1, 1], 0, 5.0, True, HEAD_DIM),
+        ([130, 65], [12, 9], 2, None, True, HEAD_DIM),
+        ([5, 1], [1, 1], 4, None, True, HEAD_DIM),
+        ([150, 33, 1], [1, 1, 1], 0, None, False, HEAD_DIM),
+        ([150, 33, 1], [1, 1, 1], 1, None, False, 64),
     ],
 )
-def test_attention_is_that_of_rebuilt_tokens(classes, dtype, lengths, new, num_sinks, softcap, sees_itself):
-    tokens = Written(layout_of(classes, num_sinks=num_sinks, itemsize=dtype.itemsize), lengths, dtype)
+def test_attention_is_that_of_rebuilt_tokens(classes, dtype, lengths, new, num_sinks, softcap, sees_itself, head_dim):
+    layout = layout_of(classes, num_sinks=num_sinks, itemsize=dtype.itemsize, head_dim=head_dim)
+    tokens = Written(layout, lengths, dtype, head_dim=head_dim)
     tokens.write_all()
     generator = torch.Generator().manual_seed(3)
     decoders = [
-        (torch.randn(side.row_format.num_coefficients, WIDTH, generator=generator) / 6).to(dtype)
+        (torch.randn(side.row_format.num_coefficients, HEADS * head_dim, generator=generator) / 6).to(dtype)
         for side in (tokens.layout.keys, tokens.layout.values)
     ]
-    angle_XF = torch.rand(MOST, HEAD_DIM // 2, generator=generator) * 6
+    angle_XF = torch.rand(MOST, head_dim // 2, generator=generator) * 6
     cos_XF, sin_XF = angle_XF.cos(), angle_XF.sin()
-    query_THD = torch.randn(sum(new), QUERY_HEADS, HEAD_DIM, generator=generator).to(dtype)
+    query_THD = torch.randn(sum(new), QUERY_HEADS, head_dim, generator=generator).to(dtype)
+    scaling = head_dim**-0.5
     key_TGD, value_TGD = (
         torch.cat([states[b][-count:] for b, count in enumerate(new)]) for states in tokens.state_SBTGD
     )
     first_B = torch.tensor([0, *new]).cumsum(0).int()
-    output_THD = torch.full((sum(new), QUERY_HEADS, HEAD_DIM), 9.0)
+    output_THD = torch.full((sum(new), QUERY_HEADS, head_dim), 9.0)
     served_N = torch.arange(len(lengths))[: max(1, len(lengths) - 1)]  # the last is not served
     tokens.pages.attend(
         query_THD,
@@ -139,9 +160,9 @@ def test_attention_is_that_of_rebuilt_tokens(classes, dtype, lengths, new, num_s
         Sequences(first_B, torch.tensor(lengths, dtype=torch.int32), tokens.page_BP),
         served_N,
         LayerAttention(
-            PageDecoders(*decoders, head_dim=HEAD_DIM if dtype == torch.bfloat16 and classes not in RANKED else None),
+            PageDecoders(*decoders, head_dim=head_dim if dtype == torch.bfloat16 and classes not in RANKED else None),
             RotaryTable(cos_XF[None], sin_XF[None]),
-            Scoring(0.25, softcap),
+            Scoring(scaling, softcap),
             sees_itself,
         ),
         output_THD,
@@ -149,7 +170,7 @@ def test_attention_is_that_of_rebuilt_tokens(classes, dtype, lengths, new, num_s
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     for b in served_N.tolist():
         rows = slice(first_B[b], first_B[b + 1])
-        expected = dense(tokens, b, query_THD[rows], new[b], decoders, cos_XF, sin_XF, 0.25, softcap, sees_itself)
+        expected = dense(tokens, b, query_THD[rows], new[b], decoders, cos_XF, sin_XF, scaling, softcap, sees_itself)
         torch.testing.assert_close(output_THD[rows].double(), expected, atol=tolerance, rtol=tolerance)
     if len(lengths) > 1:
         assert (output_THD[first_B[-2] :] == 9).all()

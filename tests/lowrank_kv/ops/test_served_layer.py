@@ -21,26 +21,36 @@ LENGTHS = [70, 33, 3]  # of which the last token of each is new
 class Case:
     """The last tokens of some sequences, whose others are in pages already."""
 
-    def __init__(self, classes: int, dtype: torch.dtype, *, sees_itself: bool = True):
-        layout = layout_of(classes, num_sinks=2, itemsize=dtype.itemsize)
-        self.tokens = Written(layout, LENGTHS, dtype)
+    def __init__(
+        self,
+        classes: int,
+        dtype: torch.dtype,
+        *,
+        sees_itself: bool = True,
+        head_dim: int = HEAD_DIM,
+        first_byte: int = 0,
+    ):
+        layout = layout_of(classes, num_sinks=2, itemsize=dtype.itemsize, head_dim=head_dim)
+        first_page = -(-first_byte // layout.page_bytes)
+        self.tokens = Written(layout, LENGTHS, dtype, head_dim=head_dim, first_page=first_page)
         self.tokens.write([(b, 0, length - 1) for b, length in enumerate(LENGTHS)])
         generator = torch.Generator().manual_seed(3)
         ranks = [side.row_format.num_coefficients for side in (layout.keys, layout.values)]
-        frequency_F = torch.logspace(0, -4, HEAD_DIM // 2)  # of which some turn slowly
+        frequency_F = torch.logspace(0, -4, head_dim // 2)  # of which some turn slowly
         angle_XF = torch.arange(MOST)[:, None] * frequency_F
         rotary = RotaryTable(angle_XF.cos()[None], angle_XF.sin()[None], native.slow_from(frequency_F))
         back = angle_XF.cos(), -angle_XF.sin()
-        key_CR, value_CR = (torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH**0.5 for _ in range(2))
+        width = HEADS * head_dim
+        key_CR, value_CR = (torch.randn(width, WIDTH, generator=generator) / width**0.5 for _ in range(2))
         self.projection = Projection(key_CR, value_CR, back, num_kv_heads=HEADS)
-        decoders = [(torch.randn(rank, WIDTH, generator=generator) / 6).to(dtype) for rank in ranks]
-        in_c = PageDecoders(*decoders, head_dim=HEAD_DIM if dtype == torch.bfloat16 else None)
+        decoders = [(torch.randn(rank, width, generator=generator) / 6).to(dtype) for rank in ranks]
+        in_c = PageDecoders(*decoders, head_dim=head_dim if dtype == torch.bfloat16 else None)
         self.attention = LayerAttention(in_c, rotary, Scoring(SCALING), sees_itself)
         self.new = self.tokens.step([(b, length - 1, length) for b, length in enumerate(LENGTHS)])[0]
         count = len(LENGTHS)
         first_B, length_B = torch.arange(count + 1).int(), torch.tensor(LENGTHS, dtype=torch.int32)
         self.sequences, self.served_N = Sequences(first_B, length_B, self.tokens.page_BP), torch.arange(count)
-        self.query_THD = torch.randn(count, QUERY_HEADS, HEAD_DIM, generator=generator).to(dtype)
+        self.query_THD = torch.randn(count, QUERY_HEADS, head_dim, generator=generator).to(dtype)
 
     def in_three_calls(self) -> tuple[int, torch.Tensor]:
         cut = self.tokens.pages.write(self.new, *self.projection(self.new))
@@ -57,13 +67,28 @@ class Case:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("classes", [1, 4])
 @pytest.mark.parametrize("sees_itself", [True, False])
-def test_one_call_does_what_three_do(dtype, classes, sees_itself):
-    one, three = (Case(classes, dtype, sees_itself=sees_itself) for _ in range(2))
+@pytest.mark.parametrize("head_dim", [HEAD_DIM, 64])
+def test_one_call_does_what_three_do(dtype, classes, sees_itself, head_dim):
+    one, three = (Case(classes, dtype, sees_itself=sees_itself, head_dim=head_dim) for _ in range(2))
     output_THD = torch.full(one.query_THD.shape, 9.0, dtype=dtype)
     cut, (expected_cut, expected_THD) = one.in_one_call(one.query_THD, output_THD), three.in_three_calls()
     assert cut == expected_cut
     assert torch.equal(one.tokens.page_XY, three.tokens.page_XY)
     assert torch.equal(output_THD, expected_THD)
+
+
+def test_pages_may_lie_beyond_two_gibibytes():
+    """Where an offset has more than 32 bits."""
+    near, far = (Case(4, torch.float32, first_byte=first) for first in (0, 1 << 31))
+    outputs = [each.in_three_calls()[1] for each in (near, far)]
+    pages, first = len(near.tokens.page_XY), len(far.tokens.page_XY) - len(near.tokens.page_XY)
+    assert first * far.tokens.page_XY.stride(0) > 1 << 31
+    assert torch.equal(*outputs)
+    assert torch.equal(far.tokens.page_XY[first:], near.tokens.page_XY)
+    for b, length in enumerate(LENGTHS):
+        rows = [each.tokens.pages.rows(each.tokens.page_BP[b], length - 2) for each in (near, far)]
+        assert all(map(torch.equal, *rows))
+    assert pages > 1
 
 
 def test_tokens_may_lie_apart():
