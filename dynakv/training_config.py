@@ -174,7 +174,7 @@ class OptimizerConfig:
     lr_backbone: float = option(1e-5, help="peak learning rate of the backbone, or of its LoRA adapters")
     warmup_ratio: float = option(0.05, help="share of the run over which the learning rates rise")
     min_lr_ratio: float = option(0.1, help="share of the peak rate that the cosine ends at")
-    weight_decay: float = option(0.0, help="AdamW weight decay")
+    weight_decay: float = option(0.0, help="AdamW's, of the matrices of a backbone or of its adapters")
     max_grad_norm: float = option(1.0, help="largest gradient norm; 0 does not clip")
 
     def __post_init__(self):

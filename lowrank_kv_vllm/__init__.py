@@ -9,8 +9,8 @@ it does nothing.
 - `refusals`: what cannot be served, each with the reason, before the engine starts.
 - `rotation`: the model's rotation of keys, read from its own table.
 - `statistics`: what a worker counts. `step`: what one step of the engine is about, once for all layers.
-- `layer`: what a layer's attention asks of its pages (`lowrank_kv/stores/arena.py`). `compiled_pages`: by compiled C on a CPU,
-  with `prompts`, attention of many new tokens. `kernel_pages`: by Triton's kernels on a GPU.
+- `layer`: what a layer's attention asks of its pages (`lowrank_kv/stores/arena.py`). `compiled_pages`: by compiled C on a
+  CPU, with `prompts`, attention of many new tokens. `kernel_pages`: by Triton's kernels on a GPU.
 - `backend`: a layer's attention, whichever of them reads and writes its pages.
 
 Only `settings`, `plans` and `sides` may be imported where vLLM is not installed.

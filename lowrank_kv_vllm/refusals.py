@@ -65,8 +65,8 @@ def check(config: VllmConfig, settings: ServingConfig) -> None:
         )
     if config.lora_config is not None:
         raise UserError(
-            "`enable_lora` is true, but adapters change keys and values, for which bases were not made; leave it out, or merge "
-            "the adapter into the model and calibrate that"
+            "`enable_lora` is true, but adapters change keys and values, for which bases were not made; leave it out, or "
+            "merge the adapter into the model and calibrate that"
         )
     if config.kv_transfer_config is not None:
         raise UserError("KV transfer is not tested with compressed pages; leave `kv_transfer_config` out")
@@ -87,8 +87,8 @@ def check(config: VllmConfig, settings: ServingConfig) -> None:
     # One that is hybrid is told by its layers.
     if model.attn_type in ("encoder_only", "encoder_decoder") or model.is_mm_prefix_lm:
         raise UserError(
-            f"`model` is {model.model}, whose tokens attend to later ones, too, and compressed pages are read causally; serve "
-            f"a decoder"
+            f"`model` is {model.model}, whose tokens attend to later ones, too, and compressed pages are read causally; "
+            f"serve a decoder"
         )
     if current_platform.is_cpu() and library() is None:
         raise UserError(f"compressed pages need compiled code on a CPU: {WITHOUT_IT}")

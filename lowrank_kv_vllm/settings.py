@@ -41,7 +41,8 @@ class ServingConfig:
     prefill: str | None = option(
         None,
         help="what a prompt's tokens see of each other: exact states where one step reads them, or always rebuilt ones, "
-        "with which a text depends on nothing but its tokens and the rounding of sums [default: the checkpoint's or the preset's]",
+        "with which a text depends on nothing but its tokens and the rounding of sums [default: the checkpoint's or the "
+        "preset's]",
         choices=PREFILLS,
     )
     num_sink_tokens: int | None = option(

@@ -233,8 +233,9 @@ class _Reader:
         if text is None:
             if self.document == 0:
                 raise UserError(
-                    "a data set of `dataset.name` has no document to train on; lower `dataset.heldout_share`, or, where it "
-                    "has fewer documents than there are processes and workers, set `dataset.divided_by: blocks`"
+                    f"{self.order.rows.info.description}, of `dataset.name`, has no document to train on; lower "
+                    f"`dataset.heldout_share`, or, where it has fewer documents than there are processes and workers, set "
+                    f"`dataset.divided_by: blocks`"
                 )
             self.epoch, self.document = self.epoch + 1, 0
             self._texts = self.order.texts(self.epoch, 0)

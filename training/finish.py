@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 import dynakv
+from dynakv.checkpoint_files import ISOLATED
 from dynakv.known_texts import TEXTS_READ
 from dynakv.training_config import COMPRESSOR
 
@@ -49,7 +50,8 @@ def finish(
         "engine": {"type": engine.accelerator.distributed_type.value, "zero_stage": engine.stage},
         "threads": torch.get_num_threads(),
         "processes": engine.world,
-        "rounds": dict(zip(labels_of(config.dataset.name), run.places.rounds(), strict=True)),
+        ISOLATED: config.dataset.isolate_documents,
+        "rounds": dict(zip(labels_of(config.dataset.name), run.places.rounds_of_all(), strict=True)),
         "alpha": run.controller.alpha,
         "target_retain_rate": config.rate.target_retain_rate,
         TEXTS_READ: run.texts_read,

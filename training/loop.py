@@ -12,9 +12,10 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import dynakv
-from dynakv.config import SOFT_THRESHOLD
+from dynakv.config import METHOD, SOFT_THRESHOLD
 from dynakv.paper_sentence import SENTENCE
-from dynakv.training_config import TrainConfig
+from dynakv.training_config import COMPRESSOR, TrainConfig
+from lowrank_kv.hf import full_checkpoint
 from lowrank_kv.hf.document_isolation import isolate_documents
 from lowrank_kv.hf.geometry import geometry_of
 from lowrank_kv.hf.loading import check_length, load_model, load_tokenizer, recompute_activations
@@ -89,9 +90,9 @@ def _train(config: TrainConfig, resume: bool) -> Path:
     model = _stock_model(engine)
     stream, heldout = training_stream(config, tokenizer), heldout_blocks(config, tokenizer)
     if (exact := config.compressor.seen_exactly) is not None:
-        check_read_compressed(stream.first(_LOOKED_AT), exact, "the training text")
+        check_read_compressed(stream.first(_LOOKED_AT), exact, "the training text", warns=engine.main)
         for name, blocks in heldout.items():
-            check_read_compressed(blocks[:_LOOKED_AT], exact, f"held-out {name}")
+            check_read_compressed(blocks[:_LOOKED_AT], exact, f"held-out {name}", warns=engine.main)
     lr_projection = lr_projection_of(config, saved)
     _prepare(engine, model, lr_projection)
     if config.dataset.isolate_documents:
@@ -157,6 +158,14 @@ def _stock_model(engine: Engine) -> PreTrainedModel:
             f"`model` is {config.model}, a full checkpoint that has a compressor already; name the uncompressed model, and "
             f"a compressor checkpoint to train on from as `initial_checkpoint`"
         )
+    if getattr(model, "_hf_peft_config_loaded", False):  # transformers puts the adapter of such a directory on its base
+        raise UserError(
+            f"`model` is {config.model}, an adapter of peft: a run would take it for one that it trains itself, and learn "
+            f"from the model without it; name a directory of the merged model "
+            f"(`model.merge_and_unload().save_pretrained(DIR)`)"
+        )
+    if config.trainable != COMPRESSOR or config.full_checkpoint:
+        full_checkpoint.check_not_quantized(model, METHOD)
     if config.dataset.isolate_documents and has_recurrent_layers(model.config.get_text_config(decoder=True)):
         raise UserError(
             f"`model` is {config.model}, whose recurrent layers carry a state from one document of a block into the next; "

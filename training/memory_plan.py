@@ -196,10 +196,13 @@ def plans(size: Size, gpus: int) -> list[EnginePlan]:
     # ZeRO-3 multiplies by a function of its own, which leaves no copies of weights.
     without_copies = dataclasses.replace(size, copies=0.0, kept_copies=0.0)
 
+    # The first process gathers all of a state before it writes it, into the memory of its machine.
+    state = FP32 * trained + moments
+
     def plan(name: str, held: float, sent: float, host: float = 0.0) -> EnginePlan:
         of_pass = (without_copies if name.startswith("zero3") else size).of_pass
         gpu = (held + size.buffers + of_pass) * (1 + _GAPS) + _CONTEXT
-        return EnginePlan(name=name, gpu=gpu, host=host * (1 + _GAPS), sent=sent)
+        return EnginePlan(name=name, gpu=gpu, host=host * (1 + _GAPS) + state, sent=sent)
 
     if gpus == 1:
         return [plan("single", weights + gradients + moments, 0.0)]

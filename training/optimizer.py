@@ -10,6 +10,7 @@ import dynakv
 from dynakv.training_config import FULL, LORA, LoraConfig, TrainConfig
 from lowrank_kv.hf.geometry import attention_modules, attention_projections
 from lowrank_kv.utils.errors import not_installed
+from lowrank_kv.utils.flops import size_of
 
 from .engine import Engine
 
@@ -36,11 +37,18 @@ def build_optimizer(model: PreTrainedModel, config: TrainConfig, lr_projection: 
     backbone = [value for value in model.parameters() if value.requires_grad and id(value) not in named]
     settings = config.optimizer
     peaks = {"projection": lr_projection, "gate": config.lr_gate, "gate_bias": settings.lr_gate_bias}
+    # Biases and norms, and all that a compressor learns, mean something else where they are nearer to zero.
+    decays = {"backbone": settings.weight_decay}
     if backbone:
-        groups["backbone"], peaks["backbone"] = backbone, settings.lr_backbone
+        groups["backbone"] = [each for each in backbone if size_of(each)[1] > 1]
+        groups["backbone_vectors"] = [each for each in backbone if size_of(each)[1] <= 1]
+        peaks |= dict.fromkeys(("backbone", "backbone_vectors"), settings.lr_backbone)
     return torch.optim.AdamW(
-        [{"params": parameters, "lr": 0.0, "peak": peaks[name]} for name, parameters in groups.items() if parameters],
-        weight_decay=settings.weight_decay,
+        [
+            {"params": parameters, "lr": 0.0, "peak": peaks[name], "weight_decay": decays.get(name, 0.0)}
+            for name, parameters in groups.items()
+            if parameters
+        ],
         betas=(0.9, 0.99),
     )
 

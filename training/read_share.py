@@ -14,7 +14,7 @@ from .data import Batch
 _LITTLE = 0.2
 
 
-def check_read_compressed(batches: Iterable[Batch], exact: ExactTokens, what: str) -> None:
+def check_read_compressed(batches: Iterable[Batch], exact: ExactTokens, what: str, *, warns: bool = True) -> None:
     """Look at blocks of a text that is trained, or measured, on.
 
     Warns where its queries read little compressed.
@@ -23,6 +23,7 @@ def check_read_compressed(batches: Iterable[Batch], exact: ExactTokens, what: st
         batches: some of the text.
         exact: which tokens a query sees as they are.
         what: the text, for the message.
+        warns: whether this process says it; an error is raised by all.
 
     Raises:
         UserError: they read nothing compressed, so that nothing could be learned, or told.
@@ -35,7 +36,7 @@ def check_read_compressed(batches: Iterable[Batch], exact: ExactTokens, what: st
     )
     if not share:
         raise UserError(f"{documents}, so that every cache would look like the uncompressed one; {remedy}")
-    if share < _LITTLE:
+    if share < _LITTLE and warns:
         warnings.warn(f"{documents}: what is measured says little of longer texts; {remedy}", stacklevel=2)
 
 

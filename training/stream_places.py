@@ -49,7 +49,14 @@ class StreamPlaces:
 
     def rounds(self) -> list[int]:
         """How often this process's readers have begun each data set; 0 before their first block."""
-        places = [place for place in self._own if place is not None]
+        return self._rounds_of(self._own)
+
+    def rounds_of_all(self) -> list[int]:
+        """The same of all processes' readers, as :meth:`gather` found them."""
+        return self._rounds_of([place for places in self.saved or () for place in places])
+
+    def _rounds_of(self, read: list[Place | None]) -> list[int]:
+        places = [place for place in read if place is not None]
         epochs = zip(*([epoch + 1 for epoch, _, _ in place["cursors"]] for place in places), strict=True)
         return [max(each) for each in epochs] if places else [0] * len(self.engine.config.dataset.name)
 

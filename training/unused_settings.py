@@ -30,10 +30,14 @@ _TARGET = _Condition(
     lambda config: config.rate.target_retain_rate is not None and config.compressor.has_price,
     "`rate.target_retain_rate`, and gates, soft thresholds or learned classes that are to meet it",
 )
+_BACKBONE = _Condition(lambda config: config.trainable != COMPRESSOR, "`trainable: lora` or `trainable: full`")
 _HELD_OUT = _Condition(lambda config: bool(config.dataset.heldout), "`dataset.heldout`")
 _KEYS = {
     "compressor.threshold": _GATES,
-    "compressor.gate_decay": _GATES,
+    "compressor.gate_decay": _Condition(
+        lambda config: config.compressor.has_gates and not config.starts_from_gradients and not config.initial_checkpoint,
+        "gates that start nearly open, from a PCA (`calibration.start: pca`), without `initial_checkpoint`",
+    ),
     "compressor.granularity": _Condition(
         lambda config: not config.compressor.has_plan, "a `compressor.rank_policy` that keeps ranks"
     ),
@@ -63,9 +67,8 @@ _KEYS = {
         lambda config: config.compressor.rank_policy in (GATE, SOFT_THRESHOLD),
         "`compressor.rank_policy: gate` or `soft_threshold`",
     ),
-    "optimizer.lr_backbone": _Condition(
-        lambda config: config.trainable != COMPRESSOR, "`trainable: lora` or `trainable: full`"
-    ),
+    "optimizer.lr_backbone": _BACKBONE,
+    "optimizer.weight_decay": _BACKBONE,
     "dataset.shuffle_buffer": _Condition(lambda config: config.dataset.streaming, "`dataset.streaming: true`"),
     "dataset.heldout_subset": _HELD_OUT,
     "dataset.heldout_split": _HELD_OUT,

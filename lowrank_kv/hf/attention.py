@@ -34,6 +34,8 @@ ATTENTION_NAME = "lowrank_kv"
 PREPARED = "lowrank_kv"  # attribute of an attention module that holds its PreparedAttention
 TRANSFORM = "kv_compressor"  # submodule of an attention module that compresses k and v where there is no cache
 CALL = "lowrank_call"  # keyword argument of the attention function: how the running call attends
+# Keyword argument of the decoder, which it passes on: positions of its tokens, where it keeps `position_ids` to itself.
+POSITIONS = "lowrank_positions"
 REBUILT = "lowrank_rebuilt"  # keyword argument of the model: what compressors of several layers rebuilt before the call
 
 Observer = Callable[[Tensor, Tensor, Tensor, "Rope | None"], None]
@@ -171,6 +173,7 @@ def begin_call(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dic
     """The pre-hook of an attention module."""
     check_not_switched(module)
     prepared: PreparedAttention = getattr(module, PREPARED)
+    told_BT = kwargs.pop(POSITIONS, None)  # attention functions do not know it
     if not prepared.is_compressible:
         return None
     name = cache_name(kwargs)
@@ -178,7 +181,7 @@ def begin_call(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dic
     if layer is None:
         if prepared.is_bare:
             return None
-        kwargs[CALL] = _begin_uncached(prepared, kwargs)
+        kwargs[CALL] = _begin_uncached(prepared, kwargs, told_BT)
     elif torch.compiler.is_compiling() and layer.is_initialized and _num_tokens(args, kwargs) == 1:
         # Other calls leave the graph: a prompt's attention may be of any kind, and a break costs it little.
         kwargs[CALL] = kwargs[name] = GraphCall(kwargs[name], layer, prepared, kwargs)
@@ -212,8 +215,8 @@ def _num_tokens(args: tuple, kwargs: dict) -> int:
 
 
 @outside_graphs
-def _begin_uncached(prepared: PreparedAttention, kwargs: dict) -> _UncachedCall:
-    position_BT = kwargs.get("position_ids")
+def _begin_uncached(prepared: PreparedAttention, kwargs: dict, told_BT: Tensor | None) -> _UncachedCall:
+    position_BT = kwargs.get("position_ids") if told_BT is None else told_BT
     rope = prepared.rope(kwargs.get("position_embeddings"), position_BT)
     return _UncachedCall(rope, position_BT, kwargs.pop(REBUILT, None))
 

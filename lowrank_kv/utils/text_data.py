@@ -231,20 +231,28 @@ class CalibrationText:
 
     def blocks(self, tokenizer: PreTrainedTokenizerBase) -> Tensor:
         """The token ids, (count, T) int64."""
+        return self.read(tokenizer).ids_NT
+
+    def read(self, tokenizer: PreTrainedTokenizerBase) -> "Blocks":
+        """The blocks; documents are counted through all texts."""
         length = self.block_length
         count = self.tokens // len(self.name) // length
         for key in ("subset", "split"):
             check_of_hub(key, getattr(self, key), self.name)
 
-        def of(name: str) -> Tensor:
+        def of(name: str) -> Blocks:
             rows = load_documents(
                 name, subset=self.subset, split=self.split, text_field=self.text_field, streaming=self.streaming
             )
             if self.heldout_share:
                 rows = hold_out(rows, self.heldout_share)[0]
-            return blocks(rows, tokenizer, length, count)
+            return document_blocks(rows, tokenizer, length, count)
 
-        return torch.cat([of(name) for name in self.name])
+        found, before = [of(name) for name in self.name], 0
+        for i, each in enumerate(found):
+            found[i] = each._replace(document_NT=each.document_NT + before)
+            before += int(each.document_NT.max()) + 1
+        return Blocks(*map(torch.cat, zip(*found, strict=True)))
 
 
 def tokens_of(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

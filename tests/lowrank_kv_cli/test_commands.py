@@ -12,7 +12,6 @@ import yaml
 from methods import calibration_of, tiny_model
 from ready_python import program
 
-from lowrank_kv.hf.loading import load_model
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv_cli import __main__ as cli
 from lowrank_kv_cli.generate import read_prompt

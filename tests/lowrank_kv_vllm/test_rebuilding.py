@@ -83,7 +83,7 @@ def test_prompts_take_turns_in_little_memory(monkeypatch, dtype):
     """Whoever read before in the same memory, also where that left what are no numbers."""
     spans = [(3, 300), (40, 0), (1, 260), (7, 1000), (200, 5)]
     starts = [sum(new for new, _ in spans[:i]) for i in range(len(spans))]
-    read = [Prompt(i, slice(start, start + new), past) for i, (start, (new, past)) in enumerate(zip(starts, spans))]
+    read = [Prompt(i, slice(start, start + new), past) for i, (start, (new, past)) in enumerate(zip(starts, spans, strict=True))]
     generator = torch.Generator().manual_seed(0)
     state = torch.randn(3, 251, HEADS, DIM, generator=generator).to(dtype)
     earlier = {i: torch.randn(2, past, HEADS, DIM, generator=generator).to(dtype) for i, (_, past) in enumerate(spans)}

@@ -4,6 +4,7 @@ import collections
 import itertools
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,10 +14,13 @@ from torch.utils.data import DataLoader
 from training_blocks import LENGTH, first_batches, load
 from training_runs import launch, losses, train_here
 
+from dynakv.training_config import TrainConfig
+from lowrank_kv.utils.config import build
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.text_data import hold_out
 from training.data import TrainingBlocks
 from training.document_order import Share, ShareOfDocuments
+from training.stream_places import StreamPlaces
 
 FILES, EACH = 4, 15
 
@@ -133,8 +137,18 @@ def test_a_share_of_nothing_says_so(texts, tmp_path):
     stream = TrainingBlocks([rows], [1], byte_tokenizer(), LENGTH, seed=0, by_documents=True)
     with pytest.raises(UserError, match="fewer documents than there are processes and workers.*divided_by: blocks"):
         stream.shard(rank=29, world=30).first(1)
-    with pytest.raises(UserError, match="no document to train on"):
+    with pytest.raises(UserError, match="the data set `.*b.jsonl`, of `dataset.name`, has no document to train on"):
         TrainingBlocks([hold_out(rows, 1.0)[0]], [1], byte_tokenizer(), 8, seed=0, by_documents=True).first(1)
+
+
+def test_rounds_are_those_of_whoever_read_most():
+    """One process has the short file, and says nothing of the other's."""
+    config = build(TrainConfig, {"model": "m", "dataset": {"name": ["a", "b"], "divided_by": "documents"}})
+    engine = SimpleNamespace(config=config, world=2, accelerator=SimpleNamespace(process_index=0))
+    first, second = {"cursors": [(0, 5, 1), (0, 2, 9)]}, {"cursors": [(0, 3, 1), (6, 1, 0)]}
+    places = StreamPlaces(engine, [[first], [second]])
+    assert places.rounds() == [1, 1]
+    assert places.rounds_of_all() == [1, 7]
 
 
 def state_of(output):
@@ -170,6 +184,6 @@ def test_what_a_worker_meets_is_told_in_one_paragraph(training_values, tmp_path)
     path = tmp_path / "one.jsonl"
     path.write_text(json.dumps({"text": "word " * 500}) + "\n")
     dataset = {"name": str(path), "divided_by": "documents", "workers": 2}
-    with pytest.raises(UserError, match="^a data set of `dataset.name` has no document to train on") as told:
+    with pytest.raises(UserError, match="^the data set `.*one.jsonl`, of `dataset.name`, has no document to train") as told:
         train_here(training_values, tmp_path / "run", dataset=dataset, optimizer={"steps": 4})
     assert "Traceback" not in str(told.value)

@@ -1,15 +1,22 @@
 """What may be trained beside the compressor: LoRA adapters or the whole backbone, and that it comes back from disk."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
+from methods import tiny_model
 from safetensors.torch import load_file
 from training_runs import STILL, launch, losses, merged, summary, train_here
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import dynakv
 import training.finish
+import training.loop
+from dynakv.training_config import TrainConfig
+from lowrank_kv.utils.config import build
 from lowrank_kv.utils.errors import UserError
+from training.optimizer import build_optimizer
 
 KINDS = ("lora", "full")
 FEW = {"optimizer": {"steps": 3, "batch_size": 2, "lr_backbone": 1e-3}, "checkpoint_every": 2}
@@ -65,6 +72,51 @@ def test_a_resumed_run_is_the_uninterrupted_one(training_values, tmp_path, kind)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     for file in sorted((tmp_path / "whole/full").glob("*.safetensors")):
         assert file.read_bytes() == (tmp_path / "parts/full" / file.name).read_bytes()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's
+def test_a_directory_of_an_adapter_is_no_model_to_train_on(training_values, tmp_path):
+    """The run would take that adapter for its own, and switch it off where it asks the model by itself."""
+    peft = pytest.importorskip("peft")
+    model = AutoModelForCausalLM.from_pretrained(training_values["model"])
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    values = {**training_values, "model": str(tmp_path / "adapter")}
+    AutoTokenizer.from_pretrained(training_values["model"]).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(UserError, match=r"`model` is .*adapter, an adapter of peft.*merge_and_unload"):
+        train_here(values, tmp_path / "run", **FEW)
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("changes", [{"trainable": "lora"}, {"full_checkpoint": True}], ids=str)
+def test_a_quantized_model_is_refused_before_training_what_it_cannot_save(training_values, tmp_path, monkeypatch, changes):
+    load = training.loop.load_model
+
+    def load_quantized(*args, **options):
+        model = load(*args, **options)
+        model.config.quantization_config = SimpleNamespace(quant_method="bitsandbytes")
+        return model
+
+    monkeypatch.setattr(training.loop, "load_model", load_quantized)
+    with pytest.raises(UserError, match="the base model is quantized, .* save only the compressor"):
+        train_here(training_values, tmp_path / "run", **FEW, **changes)
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("policy", ["gate", "soft_threshold", "plan"])
+def test_weights_decay_in_the_backbones_matrices_alone(policy):
+    """Biases of gates and bounds of classes learn so fast that a decay would take them to zero."""
+    model = tiny_model()
+    loss = {"cross_entropy": 1, "distillation": 0}
+    values = {"model": "m", "dataset": {"name": "t"}, "trainable": "full", "loss": loss, "rate": {"target_retain_rate": 0.3}}
+    values |= {"compressor": {"rank_policy": policy}, "optimizer": {"weight_decay": 0.1}}
+    config = build(TrainConfig, values)
+    dynakv.add_compressors(model, config.compressor)
+    own = {id(each) for compressor in dynakv.token_compressors(model) for each in compressor.parameters()}
+    groups = build_optimizer(model, config, 1e-3).param_groups
+    decays = {id(each): group["weight_decay"] for group in groups for each in group["params"]}
+    for name, parameter in model.named_parameters():
+        decays_here = id(parameter) not in own and parameter.ndim > 1
+        assert decays[id(parameter)] == (0.1 if decays_here else 0), name
 
 
 @pytest.mark.slow

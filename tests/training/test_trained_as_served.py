@@ -171,8 +171,16 @@ def test_a_plan_is_trained_on_towards_its_own_rate(planned, training_values, tmp
     assert torch.equal(*bits)
 
 
-def test_a_measurement_reads_as_training_did_and_keeps_the_base_model(training_values, tiny_dir, text_file, tmp_path):
-    values = merged(training_values, {"compressor": {"prefill": "exact"}, "dataset": {"isolate_documents": False}})
+@pytest.mark.parametrize("isolates", [True, False])
+def test_a_measurement_reads_as_training_did_and_keeps_the_base_model(
+    training_values, tiny_dir, text_file, tmp_path, isolates
+):
+    texts = [json.loads(line)["text"] for line in text_file.read_text().splitlines()]
+    short = [text[start : start + 40] for text in texts for start in (0, 40, 80)]
+    text_file = tmp_path / "text.jsonl"
+    text_file.write_text("".join(json.dumps({"text": text}) + "\n" for text in short))
+    dataset = {"name": str(text_file), "heldout": str(text_file), "isolate_documents": isolates}
+    values = merged(training_values, {"compressor": {"prefill": "exact"}, "dataset": dataset})
     checkpoint = train_here(values, tmp_path / "run", heldout_blocks=4)
     trained = summary(tmp_path / "run")["heldout"]["text.jsonl"]
     (tmp_path / "copy").symlink_to(tiny_dir)
@@ -182,8 +190,11 @@ def test_a_measurement_reads_as_training_did_and_keeps_the_base_model(training_v
     saved = dynakv.checkpoint_files.read_config(checkpoint)
     assert saved.base_model == str(tiny_dir)
     measured = saved.summary["heldout"]["text.jsonl"]
-    for key in ("hard_rate", "perplexity", "kl"):
+    for key in ("hard_rate", "perplexity", "kl", "scored"):
         assert measured[key] == pytest.approx(trained[key], rel=1e-4)
+    measure_command([*arguments[:-2], "--tokens", "256", "--length", "64", "--isolate_documents", str(not isolates)])
+    otherwise = dynakv.checkpoint_files.read_config(checkpoint).summary["heldout"]["text.jsonl"]
+    assert otherwise["perplexity"] != pytest.approx(trained["perplexity"], rel=1e-4)
 
 
 def test_an_empty_section_is_one_that_is_left_out():

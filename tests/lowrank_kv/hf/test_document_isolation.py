@@ -3,10 +3,22 @@
 import pytest
 import torch
 from families import FAMILIES, SIZES, TWO_KINDS, tiny_opt
-from methods import dynakv_model, tiny_model
-from transformers import GptOssConfig, GptOssForCausalLM, RobertaConfig, RobertaForCausalLM
+from methods import dynakv_model, planned_model, tiny_model
+from transformers import (
+    GPTBigCodeConfig,
+    GPTBigCodeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    RobertaConfig,
+    RobertaForCausalLM,
+)
 
+import dynakv
 from lowrank_kv.hf.document_isolation import isolate_documents, objection_to_packing
+from lowrank_kv.hf.exact_tokens import ExactTokens
+from lowrank_kv.hf.loading import recompute_activations
 from lowrank_kv.hf.prepare import prepare
 
 CPU = torch.device("cpu")
@@ -85,6 +97,57 @@ def test_a_compressed_pass_is_given_them_too():
     assert largest_difference(model, ids_BT, lengths) > 0.1
     isolate_documents(model, CPU)
     assert largest_difference(model, ids_BT, lengths) < 1e-3
+
+
+# The code of these does not tell attention the positions of tokens.
+SILENT = {
+    "llama4_text": lambda: Llama4ForCausalLM(
+        Llama4TextConfig(
+            **{key: value for key, value in SIZES.items() if key != "initializer_range"},
+            intermediate_size_mlp=64,
+            num_local_experts=2,
+            initializer_range=0.15,
+        )
+    ),
+    "gpt_bigcode": lambda: GPTBigCodeForCausalLM(
+        GPTBigCodeConfig(
+            **{"vocab_size": 97, "n_positions": 1024, "n_embd": 32, "n_layer": 2, "n_head": 4, "multi_query": False},
+            **{"initializer_range": 0.15, "attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0},
+            **{"bos_token_id": None, "eos_token_id": None},
+        )
+    ),
+}
+
+
+def with_exact_tokens(name, *, isolated):
+    torch.manual_seed(0)
+    model = prepare(SILENT[name]().eval())
+    assert not isolated or isolate_documents(model, CPU) is None
+    planned_model(model, 0.2)
+    dynakv.set_exact_tokens(model, ExactTokens(num_sink_tokens=2, recent_window=3, update_period=2))
+    return model
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_what_stays_exact_in_a_document_follows_its_own_start(name):
+    ids_BT, lengths = torch.randint(3, 90, (1, 40)), [17, 23]
+    assert largest_difference(with_exact_tokens(name, isolated=False), ids_BT, lengths) > 1e-2
+    assert largest_difference(with_exact_tokens(name, isolated=True), ids_BT, lengths) < 1e-4
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_a_backward_pass_that_recomputes_activations_knows_it_too(name):
+    model = with_exact_tokens(name, isolated=True)
+    model.train().requires_grad_(True)
+    ids_BT, position_BT = torch.randint(3, 90, (1, 40)), torch.cat([torch.arange(17), torch.arange(23)])[None]
+    gradients = []
+    for recomputes in (False, True):
+        if recomputes:
+            recompute_activations(model)
+        model.zero_grad()
+        model(input_ids=ids_BT, position_ids=position_BT, use_cache=False).logits.square().mean().backward()
+        gradients.append(model.get_input_embeddings().weight.grad.clone())
+    torch.testing.assert_close(*gradients)
 
 
 def test_a_model_that_masks_do_not_help_is_left_as_it_was():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_rows import FORMS, HEAD_DIM, HEADS, LAYOUTS, RANKED, WIDTH, coefficients, layout_of
+from paged_rows import FORMS, HEAD_DIM, HEADS, LAYOUTS, RANKED, coefficients, layout_of
 from torch import Tensor
 from written_pages import MOST, Written
 
