@@ -83,7 +83,9 @@ def check(config: VllmConfig, settings: ServingConfig) -> None:
             f"`{KEY}` out, or serve another model"
         )
     if model.attn_type == "attention_free":
-        raise UserError(f"`model` is {model.model}, which has no attention and so no keys and values; leave `{KEY}` out")
+        raise UserError(
+            f"`model` is {model.model}, which has no attention and so no keys and values; leave `{KEY}` out"
+        )
     # One that is hybrid is told by its layers.
     if model.attn_type in ("encoder_only", "encoder_decoder") or model.is_mm_prefix_lm:
         raise UserError(

@@ -35,7 +35,9 @@ _HELD_OUT = _Condition(lambda config: bool(config.dataset.heldout), "`dataset.he
 _KEYS = {
     "compressor.threshold": _GATES,
     "compressor.gate_decay": _Condition(
-        lambda config: config.compressor.has_gates and not config.starts_from_gradients and not config.initial_checkpoint,
+        lambda config: (
+            config.compressor.has_gates and not config.starts_from_gradients and not config.initial_checkpoint
+        ),
         "gates that start nearly open, from a PCA (`calibration.start: pca`), without `initial_checkpoint`",
     ),
     "compressor.granularity": _Condition(

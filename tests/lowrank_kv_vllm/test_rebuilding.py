@@ -83,7 +83,7 @@ def test_prompts_take_turns_in_little_memory(monkeypatch, dtype):
     """Whoever read before in the same memory, also where that left what are no numbers."""
     spans = [(3, 300), (40, 0), (1, 260), (7, 1000), (200, 5)]
     starts = [sum(new for new, _ in spans[:i]) for i in range(len(spans))]
-    read = [Prompt(i, slice(start, start + new), past) for i, (start, (new, past)) in enumerate(zip(starts, spans, strict=True))]
+    read = [Prompt(i, slice(starts[i], starts[i] + new), past) for i, (new, past) in enumerate(spans)]
     generator = torch.Generator().manual_seed(0)
     state = torch.randn(3, 251, HEADS, DIM, generator=generator).to(dtype)
     earlier = {i: torch.randn(2, past, HEADS, DIM, generator=generator).to(dtype) for i, (_, past) in enumerate(spans)}
@@ -112,9 +112,7 @@ def test_prompts_take_turns_in_little_memory(monkeypatch, dtype):
             attn_mask=torch.ones(tokens, seen, dtype=torch.bool).tril(seen - tokens),
         )
         most = 2e-2 if dtype == torch.bfloat16 else 1e-5
-        torch.testing.assert_close(
-            found[1][prompt.new].double(), expected_HTD.transpose(0, 1), rtol=most, atol=most
-        )
+        torch.testing.assert_close(found[1][prompt.new].double(), expected_HTD.transpose(0, 1), rtol=most, atol=most)
 
 
 def test_texts_do_not_depend_on_turns(files, monkeypatch):

@@ -184,6 +184,8 @@ def test_what_a_worker_meets_is_told_in_one_paragraph(training_values, tmp_path)
     path = tmp_path / "one.jsonl"
     path.write_text(json.dumps({"text": "word " * 500}) + "\n")
     dataset = {"name": str(path), "divided_by": "documents", "workers": 2}
-    with pytest.raises(UserError, match="^the data set `.*one.jsonl`, of `dataset.name`, has no document to train") as told:
+    with pytest.raises(
+        UserError, match="^the data set `.*one.jsonl`, of `dataset.name`, has no document to train"
+    ) as told:
         train_here(training_values, tmp_path / "run", dataset=dataset, optimizer={"steps": 4})
     assert "Traceback" not in str(told.value)

@@ -88,7 +88,9 @@ def test_a_directory_of_an_adapter_is_no_model_to_train_on(training_values, tmp_
 
 
 @pytest.mark.parametrize("changes", [{"trainable": "lora"}, {"full_checkpoint": True}], ids=str)
-def test_a_quantized_model_is_refused_before_training_what_it_cannot_save(training_values, tmp_path, monkeypatch, changes):
+def test_a_quantized_model_is_refused_before_training_what_it_cannot_save(
+    training_values, tmp_path, monkeypatch, changes
+):
     load = training.loop.load_model
 
     def load_quantized(*args, **options):
@@ -107,7 +109,13 @@ def test_weights_decay_in_the_backbones_matrices_alone(policy):
     """Biases of gates and bounds of classes learn so fast that a decay would take them to zero."""
     model = tiny_model()
     loss = {"cross_entropy": 1, "distillation": 0}
-    values = {"model": "m", "dataset": {"name": "t"}, "trainable": "full", "loss": loss, "rate": {"target_retain_rate": 0.3}}
+    values = {
+        "model": "m",
+        "dataset": {"name": "t"},
+        "trainable": "full",
+        "loss": loss,
+        "rate": {"target_retain_rate": 0.3},
+    }
     values |= {"compressor": {"rank_policy": policy}, "optimizer": {"weight_decay": 0.1}}
     config = build(TrainConfig, values)
     dynakv.add_compressors(model, config.compressor)
