@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from training_runs import merged, train_here
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config
 
 import dynakv
 from dynakv.training_config import TrainConfig
-from lowrank_kv.hf.loading import recompute_activations
+from lowrank_kv.hf.loading import load_shape, recompute_activations
 from lowrank_kv.utils.config import build, read_yaml
 from lowrank_kv.utils.errors import UserError
 from training import command
@@ -252,6 +253,18 @@ def test_the_command_plans_and_trains_nothing(tiny_dir, text_file, tmp_path, her
         with pytest.raises(UserError, match=f"`{option}` is of `--plan`.*to train on several GPUs: `lowrank-kv launch"):
             command.main(["--config", str(config), option, "4"])
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("trainable", ["compressor", "full"])
+def test_a_machine_has_room_for_a_state_while_it_is_written(training_values, tmp_path, trainable):
+    """The first process holds all of it: what is trained, and its moments."""
+    changes = {"trainable": trainable, "optimizer": {"steps": 1}, "checkpoint_every": 1}
+    train_here(training_values, tmp_path / "run", **changes)
+    files = [path for path in (tmp_path / "run/states/step-000001").iterdir() if path.suffix == ".safetensors"]
+    config = build(TrainConfig, merged({**training_values, "output": str(tmp_path)}, changes))
+    [single] = plans(size_of_run(config, load_shape(training_values["model"])), 1)
+    assert single.host == pytest.approx(sum(path.stat().st_size for path in files), rel=0.05)
+    assert len(files) == (2 if trainable == "compressor" else 3)
 
 
 @pytest.mark.parametrize("model", [LLAMA, QWEN], ids=["llama", "qwen"])
