@@ -25,6 +25,7 @@ _WITHOUT_EFFECT = {
     "output_router_logits",
     "position_ids",
     "return_dict",
+    "tokenizer",  # by which `generate()` finds stop strings
     "use_cache",
 }
 _HONOURED = {"scaling", "softcap", "s_aux"}

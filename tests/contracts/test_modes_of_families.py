@@ -77,6 +77,11 @@ def piped(model, ids, cache):
     return pipe("the cache keeps what later tokens ask for", max_new_tokens=NEW, do_sample=False, **given)
 
 
+def until_a_letter(model, ids, cache):
+    letters = [chr(code) for code in range(100, 128)]
+    return generate(model, ids[:1], cache, stop_strings=letters, tokenizer=byte_tokenizer())
+
+
 MODES = {
     "greedy": generate,
     "sampling": sampled,
@@ -88,6 +93,7 @@ MODES = {
     "prompt_lookup": prompt_lookup,
     "assisted": assisted,
     "streaming": streamed,
+    "stop_strings": until_a_letter,
     "pipeline": piped,
 }
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.config import load_config_from_file
+from safetensors.torch import load_file
 from training_runs import (
     PLANNED,
     ROOT,
@@ -185,6 +186,28 @@ def test_learned_classes_and_their_price(training_values, tmp_path, engine):
         for name in ("loss", "hard_rate", "alpha"):
             assert found[name] == pytest.approx(expected[name], rel=5e-3), name
     assert_learned(tmp_path / "run", tmp_path / "still", 5e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "zero2"])
+def test_adapters_learn_from_the_model_without_them(training_values, tmp_path, engine):
+    """Its pass switches adapters off and on beneath what joins the processes' gradients."""
+    pytest.importorskip("peft")
+    if engine != "ddp":
+        pytest.importorskip("deepspeed")
+    adapted = {**PLANNED, "trainable": "lora", "optimizer": {"lr_projection": 0.0, "lr_backbone": 1e-3}}
+    train_here(training_values, tmp_path / "alone", **merged(SHORT, adapted))
+    train_here(training_values, tmp_path / "still", **merged(merged(SHORT, adapted), STILL))
+    launch(engine, 2, training_values, tmp_path / "run", **merged(HALF, adapted))
+    for found, expected in zip(rows(tmp_path / "run"), rows(tmp_path / "alone"), strict=True):
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    states = [load_file(tmp_path / name / "full/model.safetensors") for name in ("still", "alone", "run")]
+    adapters = [name for name in states[0] if "self_attn" in name and "kv_compressor" not in name]
+    for name in adapters:
+        start, one, two = (state[name] for state in states)
+        assert float((one - start).norm()) > 0
+        assert float((two - one).norm()) <= 1e-3 * float((one - start).norm()), name
+    assert adapters
 
 
 @pytest.mark.parametrize("name", ["redpajama-8b", "dynakv-paper"])
