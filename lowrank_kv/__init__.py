@@ -1,5 +1,5 @@
 """Low-rank compression of the key-value cache: `lowrank_kv.compress(model, "PRESET or DIR", …)` and `uncompress(model)`;
-`save_cache(model, cache, FILE)` and `load_cache(model, FILE)`.
+`save_cache(model, cache, FILE)` and `load_cache(model, FILE)`; `compile_decoding(model)`; the exception `UserError`.
 
 The first two live in `lowrank_kv_auto`, which chooses the method. All are loaded when they are first asked for. The rest
 is the core that both methods share. It knows neither: `dynakv` (learned ranks) and `ojakv` (online bases) build on it.
@@ -36,8 +36,10 @@ _CALLS = {
     "uncompress": "lowrank_kv_auto",
     "save_cache": "lowrank_kv.hf.cache.saved_cache",
     "load_cache": "lowrank_kv.hf.cache.saved_cache",
+    "compile_decoding": "lowrank_kv.hf.compile_decoding",
+    "UserError": "lowrank_kv.utils.errors",
 }
-__all__ = ["compress", "load_cache", "save_cache", "uncompress"]
+__all__ = sorted(_CALLS)
 
 
 def __getattr__(name: str) -> Any:

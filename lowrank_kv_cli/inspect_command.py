@@ -177,7 +177,7 @@ def _preset_cache(
         rotation_bytes=rotation_bytes,
     )
     return _PlannedCache(
-        f"OjaKV, {arguments.preset}",
+        f"preset {arguments.preset}",
         lambda tokens: preset_nbytes(preset, tokens=tokens, itemsize=itemsize),
         _notes_of(preset, arguments, itemsize),
     )

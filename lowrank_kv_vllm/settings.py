@@ -20,7 +20,9 @@ class ServingConfig:
     """Which compressed cache vLLM serves: of a trained compressor, or of a calibration's bases and a preset."""
 
     checkpoint: str | None = option(None, help="directory of a DynaKV compressor")
-    bases: str | None = option(None, help="directory of a calibration, for the mixed presets with `read_gradients`")
+    bases: str | None = option(
+        None, help="directory of a calibration, for the mixed presets with `read_gradients` or `read_energy`"
+    )
     preset: str | None = option(
         None, help=f"with `bases`: how they are used, one of {', '.join(PRESETS)} [default: {PRESETS[-1]}]"
     )

@@ -80,7 +80,11 @@ class OjaKVConfig(WindowedConfig):
         "spread over layers, keys and values by water-filling",
         choices=RANKS,
     )
-    rate: float = option(0.6, help="share of coefficients kept of each compressed token")
+    rate: float = option(
+        0.6,
+        help="share kept of each compressed token: of its coefficients, or where `cache_dtype` is mixed of its bytes in 16 "
+        "bits",
+    )
     energy: float = option(0.95, help="share of the calibration energy kept, where `ranks` is energy")
     rank_multiple: int = option(
         1,

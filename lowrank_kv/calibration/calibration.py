@@ -30,7 +30,7 @@ from lowrank_kv.calibration.known_text import KnownText
 from lowrank_kv.calibration.read_moments import read_moments
 from lowrank_kv.calibration.read_states import ReadStates, read_from, read_states_of, tensors_of
 from lowrank_kv.calibration.spectrum import DAMPING
-from lowrank_kv.calibration.weight_marks import are_others, weight_marks
+from lowrank_kv.calibration.weight_marks import same_weights, weight_marks
 from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.hf.geometry import KVGeometry, geometry_of, layer_groups, warn_of_another
 from lowrank_kv.hf.rope import POSITION_BYTES, RopeHistory
@@ -320,21 +320,22 @@ class Calibration:
     def for_model(self, model: PreTrainedModel) -> "Calibration":
         """This calibration as it serves `model`, after a check that it fits.
 
-        Warns where it was made on a model of the same shape but other weights, or another name, whose states may be quite
-        different.
+        Warns where it was made on a model of the same shape but other weights, or, where weights cannot be compared, of
+        another name, whose states may be quite different.
 
         Raises:
             UserError: the shapes differ.
         """
         geometry_of(model).check_equal(self.geometry, self.origin)
         remedy = "make one on this model with `lowrank-kv calibrate`"
-        if are_others(self.weights, model):
+        is_same = same_weights(self.weights, model)
+        if is_same is False:
             made_on = f"`{Path(self.model).name}`, whose weights are others" if self.model else "other weights"
             warnings.warn(
                 f"{self.origin} was made on {made_on} than this model's; unless one was fine-tuned from the other, {remedy}",
                 stacklevel=2,
             )
-        else:
+        elif is_same is None:
             warn_of_another(model, self.model, self.origin, remedy)
         return dataclasses.replace(self, rotation_bytes=RopeHistory.token_nbytes(model))
 

@@ -93,8 +93,12 @@ def check_by_itself(model: PreTrainedModel) -> None:
 
 
 def least_allowed(dtype: torch.dtype) -> float:
-    """By how much hidden states may differ in any case, as a root mean square in units of their own."""
-    return torch.finfo(dtype).eps * (_UNITS_OF_HALVES if dtype.itemsize == 2 else _UNITS)
+    """By how much hidden states may differ in any case, as a root mean square in units of their own.
+
+    Those of a model in fp64 may differ as those of one in fp32, in which coefficients and rotations are.
+    """
+    eps = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+    return eps * (_UNITS_OF_HALVES if dtype.itemsize == 2 else _UNITS)
 
 
 def _check_equal(model: PreTrainedModel, found_BTE: Tensor, stock_BTE: Tensor, ids_BT: Tensor) -> None:

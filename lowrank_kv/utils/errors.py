@@ -36,9 +36,16 @@ def nearest(name: str, valid: Sequence[str], kind: str = "keys") -> str:
     whole = [each for key, each in bare.items() if given in key.split(".")]
     near = [bare[key] for key in difflib.get_close_matches(given, list(bare), n=1)]
     if found := whole or near:
-        return f"did you mean {'one of ' if len(found) > 1 else ''}{', '.join(f'`{each}`' for each in found)}?"
+        return f"did you mean {'one of ' if len(found) > 1 else ''}{', '.join(map(_spelled, found))}?"
     return f"valid {kind}: {', '.join(sorted(valid))}"
 
 
 def _bare(name: str) -> str:
     return name.lstrip("-").replace("-", "_")
+
+
+def _spelled(name: str) -> str:
+    """A key as files and options have it, and where it is in a section as an argument in Python, too."""
+    section, dot, key = name.partition(".")
+    in_python = bool(dot) and section.isidentifier() and key.isidentifier()  # an option of a command is typed as it is
+    return f"`{name}` (in Python `{section}={{'{key}': …}}`)" if in_python else f"`{name}`"

@@ -56,6 +56,8 @@ def test_settings_made_by_hand_are_checked_like_those_of_a_file(settings, messag
 
 
 def test_settings_made_by_hand_take_what_a_file_would():
+    with pytest.raises(UserError, match=r"`eviction.keep_ratio` \(in Python `eviction=\{'keep_ratio': …\}`\)"):
+        OjaKVConfig.preset("adaptive-mixed", keep_ratio=0.3)
     config = OjaKVConfig(rate=1, eviction={"keep_ratio": 0.3})
     assert (type(config.rate), config.eviction.keep_ratio) == (float, 0.3)
 
@@ -121,15 +123,17 @@ def test_damaged_calibrations_are_refused(model, calibration, tmp_path, damage, 
 
 
 def test_bases_of_another_model_of_the_same_shape_are_noticed(calibration, tmp_path, recwarn):
-    model = tiny_model()
+    """By their names where their weights cannot be compared, as of a model in other numbers."""
+    model = tiny_model().double()
     calibration.save(tmp_path / "bases", model="some/tiny-llama", text=["random"])
     for name in ("", "/elsewhere/tiny-llama"):
         model.config._name_or_path = name
         OjaKVCache.from_model(model, OjaKVConfig(), bases=tmp_path / "bases")
-    assert not recwarn.list
     model.config._name_or_path = "some/other-llama"
+    OjaKVCache.from_model(model.float(), OjaKVConfig(), bases=tmp_path / "bases")  # a copy under another name
+    assert not recwarn.list
     with pytest.warns(UserWarning, match="was made on `tiny-llama`, and this model is `other-llama`"):
-        OjaKVCache.from_model(model, OjaKVConfig(), bases=tmp_path / "bases")
+        OjaKVCache.from_model(model.double(), OjaKVConfig(), bases=tmp_path / "bases")
 
 
 def test_bases_of_other_weights_are_noticed_whatever_their_models_name(calibration, tmp_path, recwarn):
@@ -139,6 +143,11 @@ def test_bases_of_other_weights_are_noticed_whatever_their_models_name(calibrati
     assert loaded.for_model(halves).weights == Calibration.load(tmp_path / "bases").weights == calibration.weights
     loaded.for_model(dynakv.add_compressors(tiny_model(), dynakv.DynaKVConfig()))
     loaded.for_model(tiny_model(seed=1).half())  # rounded otherwise: nothing can be said
+    quanto = pytest.importorskip("optimum.quanto")
+    rounded = tiny_model()
+    quanto.quantize(rounded, weights=quanto.qint8)
+    quanto.freeze(rounded)
+    loaded.for_model(rounded)
     path = tmp_path / "bases/config.json"
     older = {key: value for key, value in json.loads(path.read_text()).items() if key != "weights"}
     assert not recwarn.list

@@ -171,8 +171,8 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
         context, self._pending_call = self._pending_call, None
         if context is None:
             raise UserError(
-                "a compressed cache was given to a model that is not prepared for it; make the cache with "
-                "`from_model(model)` or attach the compressor to this very model first"
+                "a compressed cache was given to a model that is not compressed; call `lowrank_kv.compress(model, …)` as "
+                "when it was filled, or make a cache with `from_model(model)`"
             )
         if self._geometry is not None:
             check_shape(key_states, value_states, self._geometry)

@@ -222,5 +222,5 @@ def test_a_keyword_that_attention_would_leave_out_is_refused_in_a_graph_too(meth
 def test_an_unprepared_model_is_refused_in_a_graph(ids):
     prepared = tiny_model()
     cache = prompt_read(prepared, ids, OJAKV.build(prepared, 0.5)())
-    with pytest.raises(UserError, match="a model that is not prepared for it"):
+    with pytest.raises(UserError, match="a model that is not compressed; call"):
         decoded(torch.compile(tiny_model(), backend="eager"), cache)

@@ -17,7 +17,7 @@ from lowrank_kv.hf.self_check import check_by_itself
 from lowrank_kv.utils.errors import UserError
 from ojakv import OjaKVCache, OjaKVConfig
 
-every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 
 def eager_attention_forward(module, query, key, value, attention_mask, scaling, **kwargs):
