@@ -49,7 +49,8 @@ class Measurer:
             commit=code["commit"],
             dirty=code["dirty"],
             torch=environment["torch"],
-            processor=environment["gpu"] or environment["cpu"],
+            # Of one name some multiply in bf16, and others cannot (:mod:`evaluation.wide_products`).
+            processor=environment["gpu"] or f"{environment['cpu']}, {environment['vector']}",
         )
 
 

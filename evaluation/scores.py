@@ -23,7 +23,7 @@ from .methods import FULL
 from .reading import cache_bytes, read_through
 
 PER_CENT = {"score": (0, 100), "difference": (-100, 100)}  # of items of tasks
-_POSSIBLE = {"top1": (0, 1)}  # what a mean can be, where not anything from 0 on
+_SHARES = ("top1", "acc")  # how columns of shares of one begin
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,8 +114,8 @@ def summary(scores: Sequence[WindowScore], documents: Sequence[Sequence[int]] | 
         shown = torch.exp if name == "perplexity_ratio" else torch.Tensor.double
         row[name] = float(shown(value_N.mean()))
         if len(scores) > 1:
-            found, possible = interval(value_N, cluster_N=cluster_N), _POSSIBLE.get(name, (0, torch.inf))
-            row[f"{name}_low"], row[f"{name}_high"] = (float(shown(bound).clamp(*possible)) for bound in found)
+            found = interval(value_N, cluster_N=cluster_N)
+            row[f"{name}_low"], row[f"{name}_high"] = (float(shown(bound).clamp(*possible(name))) for bound in found)
     row |= {"windows": len(scores), "scored": sum(score.scored for score in scores)}
     return row if documents is None else row | {"documents": sum(len(set(those)) for those in documents)}
 
@@ -160,14 +160,19 @@ def rows_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def possible(name: str) -> tuple[float, float]:
+    """The least and the largest that a mean of a column of this name can be."""
+    return PER_CENT.get(name, (0, 1) if name.startswith(_SHARES) else (0, torch.inf))
+
+
 def _least_bounds(row: Mapping[str, Any]) -> dict[str, float]:
     """Bounds of a row of tasks in place of narrower ones."""
     found = {}
-    for name, possible in PER_CENT.items():
+    for name, reach in PER_CENT.items():
         low, high = f"{name}_low", f"{name}_high"
         is_itself = (row.get("method"), name) == (FULL, "difference")
         if low in row and "items" in row and not is_itself:
-            least = least_interval(row[name], row.get("clusters", row["items"]), possible)
+            least = least_interval(row[name], row.get("clusters", row["items"]), reach)
             found[low], found[high] = min(row[low], least[0]), max(row[high], least[1])
     return found
 

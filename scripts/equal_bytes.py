@@ -9,7 +9,8 @@ windows of one document together), and in how many windows it is less. It says t
 neighbours. KL falls ever more slowly as bytes grow, so that the line lies above what a method between them would have: it
 flatters `--method`, and is all there is of fewer than four. One method `--against` is compared as it is, whatever its bytes.
 A curve is of one family at several rates: it is refused where two of `--against` hold nearly the same bytes.
-The methods may stand in several records, if these measured the same model on the same windows in the same way.
+The methods may stand in several records, if these measured the same model on the same windows in the same way. A record of a
+comparison that was ended before has the first of its windows: with `--common` those are compared that all methods have.
 """
 
 import argparse
@@ -39,11 +40,15 @@ def main(argv: list[str]) -> None:
     parser.add_argument("records", type=path_of, nargs="+", metavar="RECORD", help="of `lowrank-kv compare`")
     parser.add_argument("--method", required=True, help="its name in a record")
     parser.add_argument("--against", required=True, nargs="+", metavar="METHOD", help="names of others in the records")
+    parser.add_argument(
+        "--common", action="store_true", help="compare the windows that all have, where a comparison was ended before"
+    )
     arguments = parser.parse_args(argv)
-    windows, documents = windows_of(arguments.records, [arguments.method, *arguments.against])
+    methods = [arguments.method, *arguments.against]
+    windows, documents = windows_of(arguments.records, methods, common=arguments.common)
     whole = {}
     for text, of in documents.items():
-        if missing := [name for name in (arguments.method, *arguments.against) if (name, text) not in windows]:
+        if missing := [name for name in methods if (name, text) not in windows]:
             print(f"{text}: left out, not measured with {', '.join(missing)}")
         else:
             whole[text] = of
@@ -60,8 +65,13 @@ def main(argv: list[str]) -> None:
             return
 
 
-def windows_of(paths: Sequence[Path], methods: Sequence[str]) -> tuple[Windows, dict[str, list[int]]]:
+def windows_of(
+    paths: Sequence[Path], methods: Sequence[str], *, common: bool = False
+) -> tuple[Windows, dict[str, list[int]]]:
     """The windows of these methods in all records, and each text's document of each window.
+
+    Args:
+        common: of each text only the windows that all methods have which were measured on it.
 
     Raises:
         UserError: a method is in no record, or was measured on one text in two; the records are of different models or
@@ -78,7 +88,8 @@ def windows_of(paths: Sequence[Path], methods: Sequence[str]) -> tuple[Windows, 
         known |= {method for method, _ in all_here}
         here = {(method, text): each for (method, text), each in all_here.items() if method in methods}
         of = {text: summary["documents"][text]["of"] for _, text in here}
-        check_whole(here, of, path)
+        if not common:
+            check_whole(here, of, path)
         for role, name, sha256 in ((each["role"], each["name"], each["sha256"]) for each in record["inputs"]):
             if role == "weights" or (role == "text" and name in of):
                 before, expected = measured.setdefault((role, name if role == "text" else None), (path, sha256))
@@ -88,6 +99,11 @@ def windows_of(paths: Sequence[Path], methods: Sequence[str]) -> tuple[Windows, 
                     )
         for method, text in windows.keys() & here.keys():
             raise UserError(f"{path} has `{method}` on {text}, as a record before it has; leave one of them out")
+        for text in documents.keys() & of.keys():
+            if documents[text] != of[text]:
+                raise UserError(
+                    f"{path} has other windows of {text} than a record before it; compare within one of them"
+                )
         windows |= here
         documents |= of
     for name in methods:
@@ -95,6 +111,11 @@ def windows_of(paths: Sequence[Path], methods: Sequence[str]) -> tuple[Windows, 
             raise UserError(f"`{name}` is no method of {', '.join(map(str, paths))}; they have {sorted(known)}")
     if not any(all((name, text) in windows for name in methods) for text in documents):
         raise UserError(f"no text was measured with each of {', '.join(methods)}")
+    if common:
+        for text in documents:
+            counts = [len(each) for (_, other), each in windows.items() if other == text]
+            documents[text] = documents[text][: min(counts)]
+        windows = {(method, text): each[: len(documents[text])] for (method, text), each in windows.items()}
     return windows, documents
 
 
@@ -104,7 +125,7 @@ def check_whole(windows: Windows, documents: Mapping[str, Sequence[int]], record
         if len(measured) != len(documents[text]):
             raise UserError(
                 f"{record} has {len(measured)} of {len(documents[text])} windows of {text} with `{method}`; let the "
-                f"comparison come to its end"
+                f"comparison come to its end, or take `--common` windows"
             )
 
 

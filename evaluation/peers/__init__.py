@@ -85,7 +85,8 @@ PEERS: dict[str, Peer] = {
     "kvtc": Peer(
         what="principal components of un-rotated keys and of values, bits by their energy",
         source="KVTC, arXiv 2511.01815, section 3",
-        simplified="components of one layer, energies over their sum; the latest 16 tokens whole instead of 128; no DEFLATE",
+        simplified="components of one layer, not centred, energies over their sum; fitted levels, not integers; the latest "
+        "16 tokens whole instead of 128; no DEFLATE",
         family=LOW_RANK,
         build=kvtc_maker,
         needs=frozenset({READ}),
@@ -93,7 +94,7 @@ PEERS: dict[str, Peer] = {
     "kvtc-128": Peer(
         what="the same with the paper's window",
         source="KVTC, arXiv 2511.01815, section 3",
-        simplified="components of one layer, energies over their sum; no DEFLATE",
+        simplified="components of one layer, not centred, energies over their sum; fitted levels, not integers; no DEFLATE",
         family=LOW_RANK,
         build=functools.partial(kvtc_maker, recent_window=128),
         needs=frozenset({READ}),
@@ -101,7 +102,8 @@ PEERS: dict[str, Peer] = {
     "kvtc-joint": Peer(
         what="the same of rows of keys and values in three layers",
         source="KVTC, arXiv 2511.01815, section 3",
-        simplified="components of three layers, energies over their sum; 16 latest tokens whole instead of 128; no DEFLATE",
+        simplified="components of three layers, not centred, energies over their sum; fitted levels, not integers; the "
+        "latest 16 tokens whole instead of 128; no DEFLATE",
         family=LOW_RANK,
         build=functools.partial(kvtc_maker, joint_layers=JOINT_LAYERS),
         needs=frozenset({READ}),

@@ -115,7 +115,9 @@ def kivi_maker(model: PreTrainedModel, name: str) -> Callable[[], Cache]:
     """
     geometry, bits = geometry_of(model), KIVI[name]
     if geometry.head_dim % _group_of(geometry.head_dim) or geometry.head_dim % (8 // bits):
-        raise UserError(f"`{name}` needs heads of a multiple of {GROUP} dims, and the model has {geometry.head_dim}")
+        raise UserError(
+            f"`{name}` needs heads of a multiple of {GROUP} dims, and the model has {geometry.head_dim}; leave the peer out"
+        )
     config = fixed_config(
         layout="per_head",
         rope="post",

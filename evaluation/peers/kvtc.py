@@ -5,20 +5,18 @@ least squared error Σ λ_i ε(b_i) for the budget; first and latest tokens stay
 components are those of one layer's keys, and of its values, or of keys and values of three layers together (`kvtc-joint`),
 not of all layers', and not centred; codes are Lloyd–Max levels, not integers;
 the budget is spent exactly on the lower convex hull of ε, which the paper's dynamic program need not be on; and there is no
-DEFLATE, since attention reads the rows where they lie (:func:`deflated_share` says what it would save).
+DEFLATE, since attention reads the rows where they lie.
 
 Shapes: C width of a row, P parts of it, each a layer's keys or its values, W width of a part.
 """
 
 import dataclasses
-import zlib
 
 import torch
 from transformers import PreTrainedModel
 
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.calibration.energy_weights import relative_weights
-from lowrank_kv.stores.memory_report import COEFFICIENTS
 from ojakv import OjaKVCache, OjaKVConfig, make_plan
 
 from .peer import MakeCache, TextLength, token_share
@@ -76,10 +74,3 @@ def by_energy(calibration: Calibration, *, is_relative: bool = False) -> Calibra
         for index, sides in calibration.read_states().items()
     }
     return dataclasses.replace(calibration, read=read, by_energy=True)
-
-
-def deflated_share(cache: OjaKVCache) -> float:
-    """What DEFLATE leaves of the bytes of packed rows, each layer's keys and values by themselves."""
-    packed = [tensor for kind, tensor in cache.tensors_by_kind() if kind == COEFFICIENTS]
-    left = sum(len(zlib.compress(tensor.cpu().contiguous().numpy().tobytes(), level=9)) for tensor in packed)
-    return left / sum(tensor.nbytes for tensor in packed)

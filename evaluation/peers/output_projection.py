@@ -28,7 +28,7 @@ def output_moments(model: PreTrainedModel) -> dict[int, Tensor]:
         if projection is None:
             raise UserError(
                 f"the attention of {type(model).__name__} has no projection among {', '.join(_NAMES)}; this family's values "
-                f"cannot be weighed by their output"
+                f"cannot be weighed by their output, so leave the peer out"
             )
         weight = projection.weight.detach().double().cpu()
         weight_YX = (

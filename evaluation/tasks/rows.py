@@ -9,7 +9,7 @@ import torch
 from lowrank_kv.utils.intervals import interval, with_interval
 
 from ..methods import FULL
-from ..scores import PER_CENT, held_share
+from ..scores import PER_CENT, held_share, possible
 from .building import Task
 from .item import Item, ItemScore
 
@@ -42,11 +42,9 @@ def row_of(method: str, task: Task, found: Mapping[int, ItemScore], full: Mappin
         cluster_N = torch.tensor([task.items[number].cluster for number in values], dtype=torch.int64)
         row[name] = float(value_N.mean())
         if len(cluster_N.unique()) > 1:
-            possible = None if (method, name) == (FULL, "difference") else PER_CENT.get(name)
-            bounds = interval(value_N, cluster_N=cluster_N, possible=possible)
-            row[f"{name}_low"], row[f"{name}_high"] = (
-                float(each.clamp(*PER_CENT.get(name, (None, torch.inf)))) for each in bounds
-            )
+            reach = None if (method, name) == (FULL, "difference") else PER_CENT.get(name)
+            bounds = interval(value_N, cluster_N=cluster_N, possible=reach)
+            row[f"{name}_low"], row[f"{name}_high"] = (float(each.clamp(*possible(name))) for each in bounds)
     reference = sum(full[number].score for number in both)
     row["of_full"] = 100 * sum(found[number].score for number in both) / reference if reference else None
     return row

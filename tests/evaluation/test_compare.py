@@ -129,15 +129,15 @@ def test_a_comparison_goes_on_where_it_stopped_and_measures_what_is_new(values, 
 
 def test_a_comparison_that_goes_on_elsewhere_names_what_measured_its_cells(values, tmp_path, capsys, monkeypatch):
     with monkeypatch.context() as earlier:
-        earlier.setattr(run_record, "environment", lambda device: environment(device) | {"cpu": "another processor"})
+        earlier.setattr(run_record, "environment", lambda device: environment(device) | {"vector": "another"})
         earlier.setattr(run_record, "code_state", lambda: {"commit": "a" * 40, "dirty": True, "version": "1"})
         last(values | {"windows": 1}, tmp_path / "out")
     record = last(values | {"windows": 1}, tmp_path / "out")
     [by] = record["summary"]["measured_by"]
-    assert (by["processor"], by["dirty"], by["commit"]) == ("another processor", True, "a" * 40)
-    assert record["environment"]["cpu"] != "another processor"
+    cpu, vector = (record["environment"][name] for name in ("cpu", "vector"))
+    assert (by["processor"], by["dirty"], by["commit"]) == (f"{cpu}, another", vector != "another", "a" * 40)
     assert "6 of them by run" in (told := capsys.readouterr().out)
-    assert "with uncommitted code on another processor, torch" in told
+    assert f"with uncommitted code on {cpu}, another, torch" in told
 
 
 def test_with_other_bases_only_what_is_made_of_them_is_measured_again(values, tmp_path):

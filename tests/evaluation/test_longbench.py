@@ -181,6 +181,5 @@ def test_a_length_without_room_for_a_prompt_is_refused(written, chat):
     [(9, "abcdef", "xyz"), (7, "abcd", "xyz"), (6, "abc", "xyz"), (4, "ab", "yz"), (1, "a", "")],
 )
 def test_halves_by_hand(length, context, question):
-    expected = {7: ("abcd", "xyz"), 6: ("abc", "xyz"), 4: ("ab", "yz"), 1: ("a", "")}.get(length, ("abcdef", "xyz"))
     found = without_middle("abcdef", "xyz", length)
-    assert tuple("".join(each) for each in found) == expected == (context, question)
+    assert tuple("".join(each) for each in found) == (context, question)

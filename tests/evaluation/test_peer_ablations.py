@@ -13,7 +13,7 @@ from evaluation.peers.expected_attention import Expected, Queries, mean_rotation
 from evaluation.peers.keydiff import likeness
 from evaluation.peers.kivi import GroupedRows
 from evaluation.peers.kq_svd import read_basis
-from evaluation.peers.kvtc import by_energy, deflated_share
+from evaluation.peers.kvtc import by_energy
 from evaluation.peers.output_projection import output_moments
 from evaluation.peers.palu import fisher_ranks, fisher_scores, palu_maker
 from evaluation.peers.puzzle_kv import Pages
@@ -30,7 +30,6 @@ from lowrank_kv.hf.geometry import attention_modules, geometry_of
 from lowrank_kv.hf.rotary import Rotary
 from lowrank_kv.stores.bit_plan import BitPlan
 from lowrank_kv.utils.errors import UserError
-from ojakv import OjaKVCache
 
 
 def numbers(*shape, seed=0):
@@ -125,14 +124,6 @@ def test_bits_by_energy_beat_one_width(calibration, bits):
                 held[name] += plan.row_bytes(rank)
     assert held["by energy"] <= held["one width"]
     assert error["by energy"] < 0.8 * error["one width"]
-
-
-@torch.no_grad()
-def test_deflate_saves_little_of_packed_rows(model, calibration):
-    cache = PEERS["kvtc"].maker(model, calibration, 0.2)()
-    model(torch.randint(1, 97, (1, 200), generator=torch.Generator().manual_seed(1)), past_key_values=cache)
-    assert isinstance(cache, OjaKVCache)
-    assert 0.5 < deflated_share(cache) < 1.2
 
 
 # -- KQ-SVD -----------------------------------------------------------------------------------------------------------

@@ -42,6 +42,21 @@ def test_rows_by_hand():
     assert row_of("m", task, scores(1, 0), scores(0, 0))["of_full"] is None
 
 
+def test_no_interval_reaches_beyond_what_a_mean_can_be():
+    names = {"kl 0–500": (0.001, 0.2), "top1 0–500": (0.99, 0.6)}
+    scores = {
+        n: ItemScore(
+            score=n, values={name: of[n] for name, of in names.items()}, answer="", cache_bytes=1, full_bytes=4
+        )
+        for n in range(2)
+    }
+    config = TaskConfig(task=["lookup"], items=2, facts=4, questions=1)
+    [task] = tasks_of([config], tiny_model(vocab_size=257, max_position_embeddings=2048), byte_tokenizer(), None)
+    row = row_of("m", task, scores, scores)
+    assert row["kl 0–500_low"] == 0 < row["kl 0–500_high"]
+    assert row["top1 0–500_low"] < row["top1 0–500_high"] == 1
+
+
 def test_a_row_of_items_that_all_fail_or_all_tie_has_an_interval():
     def scores(value):
         return {n: ItemScore(score=value, values={}, answer="", cache_bytes=1, full_bytes=4) for n in range(92)}
