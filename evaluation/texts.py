@@ -50,6 +50,8 @@ class TextConfig:
 class Windows:
     """Windows of one text; no token is in two of them.
 
+    The first ones of any number are spread over all of the text, so that a run that is ended has read something of its end.
+
     Attributes:
         ids_NT: token ids, int64.
         documents: the one that most of each window's tokens are of, counted in the order of reading.
@@ -65,7 +67,14 @@ class Windows:
 
     @classmethod
     def of_blocks(cls, blocks: Blocks) -> "Windows":
-        return cls(blocks.ids_NT, blocks.documents, blocks.touched)
+        order, documents, touched = _spread(len(blocks.ids_NT)), blocks.documents, blocks.touched
+        return cls(blocks.ids_NT[order], [documents[number] for number in order], [touched[number] for number in order])
+
+
+def _spread(count: int) -> list[int]:
+    """0 … `count` − 1, ordered by their binary digits in reverse (van der Corput's sequence)."""
+    digits = (count - 1).bit_length()
+    return sorted(range(count), key=lambda number: f"{number:0{digits}b}"[::-1])
 
 
 def documents_told(texts: Mapping[str, Windows]) -> dict[str, dict[str, list[int]]]:

@@ -12,7 +12,7 @@ from evaluation.tasks.registry import TaskConfig
 from evaluation.texts import TextConfig, documents_told, read_texts
 from lowrank_kv.utils.config import build
 from lowrank_kv.utils.errors import UserError
-from lowrank_kv.utils.intervals import LEAST_DOCUMENTS, interval
+from lowrank_kv.utils.intervals import LEAST_DOCUMENTS, clusters_of, interval
 
 
 @pytest.fixture
@@ -36,13 +36,27 @@ def windows_of_file(path, length, count, **options):
 def test_windows_are_spread_over_all_documents_and_say_which_they_are_of(written):
     path = written(*[99] * 5)  # and an end each
     windows, told = windows_of_file(path, 50, 5)
-    assert told == {"of": [0, 1, 2, 3, 4], "touched": [1] * 5}
+    assert told == {"of": [0, 4, 2, 1, 3], "touched": [1] * 5}
     again, _ = windows_of_file(path, 50, 5)
     assert torch.equal(windows.ids_NT, again.ids_NT)
     every, told = windows_of_file(path, 50, 1000)
     assert len(every) == 10, "as many as there are, none twice"
-    assert told["of"] == [number // 2 for number in range(10)]
+    assert told["of"] == [number // 2 for number in (0, 8, 4, 2, 6, 1, 9, 5, 3, 7)]
+    assert windows.ids_NT[:, 0].tolist() == [
+        every.ids_NT[told["of"].index(document), 0] for document in (0, 4, 2, 1, 3)
+    ]
     assert len({tuple(ids.tolist()) for ids in every.ids_NT}) == 10
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 32])
+def test_the_first_windows_of_any_number_are_spread_over_all_of_a_text(written, count):
+    """As those of a run that is ended are: in each of as many parts there is one, or in the part beside it."""
+    windows, told = windows_of_file(written(*[19] * count), 20, count)
+    assert sorted(told["of"]) == list(range(count))
+    for first in range(1, count + 1):
+        parts = {document * first // count for document in told["of"][:first]}
+        assert len(parts) > first / 2
+    assert len(windows) == count
 
 
 def test_windows_of_a_texts_first_tokens_may_be_of_one_document_and_say_so(written):
@@ -96,7 +110,7 @@ def test_an_interval_draws_windows_of_one_document_together(values, tmp_path):
     told, row = record["summary"]["documents"]["t"], record["rows"][-1]
     assert row["documents"] == LEAST_DOCUMENTS == len(set(told["of"])) < row["windows"] == len(told["of"])
     kl_N = torch.tensor([each["kl"] for each in record["summary"]["windows"][-1]["windows"]], dtype=torch.float64)
-    together, apart = interval(kl_N, cluster_N=torch.tensor(told["of"])), interval(kl_N)
+    together, apart = interval(kl_N, cluster_N=clusters_of([told["of"]])), interval(kl_N)
     assert (row["kl_low"], row["kl_high"]) == (max(0, float(together[0])), float(together[1]))
     assert row["kl_high"] != pytest.approx(float(apart[1]), rel=1e-3)
     assert rows_of(record) == record["rows"], "as the documents' tables resample it"
