@@ -27,9 +27,8 @@ from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.paths import path_of
 
 WEIGHTS, CONFIG = "compressor.safetensors", "config.json"
-ISOLATED = (
-    "isolate_documents"  # entry of a checkpoint's summary: whether documents of a block saw nothing of one another
-)
+# Entry of a checkpoint's summary: whether documents of a block saw nothing of one another.
+ISOLATED = "isolate_documents"
 SHA256 = "sha256"  # entry of `config.json`: name of a file → its hash, of `config.json` that of all else in it
 
 

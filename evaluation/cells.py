@@ -31,7 +31,7 @@ class Measurer:
         run_id: of the run.
         commit, dirty: of the checkout; None where there was none, or where an earlier version did not say.
         torch: its version.
-        processor: the GPU's name where one computed, else the CPU's.
+        processor: the GPU's name where one computed, else the CPU's and its vector instructions.
     """
 
     run_id: str

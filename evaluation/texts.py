@@ -54,7 +54,7 @@ class Windows:
 
     Attributes:
         ids_NT: token ids, int64.
-        documents: the one that most of each window's tokens are of, counted in the order of reading.
+        documents: the one that most of each window's tokens are of, counted in the order of the text.
         touched: how many documents each window holds tokens of; more than one where it runs over a document's end.
     """
 

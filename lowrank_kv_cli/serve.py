@@ -80,8 +80,8 @@ def _check_words(words: list[str], given: dict[str, Any]) -> None:
             f"`{_ADDITIONAL}` is what this command sets, and vLLM would read {json.dumps(read.additional_config)}; leave it "
             f"out, also under `--config`, or call vLLM itself with all keys"
         )
-    for key in ("headless", "api_server_count"):
-        if getattr(read, key):
+    for key, left_out in {"headless": False, "api_server_count": None}.items():
+        if getattr(read, key) != left_out:
             raise UserError(
                 f"`--{key.replace('_', '-')}` is read by vLLM's own command, and this one starts a single server; leave it "
                 f"out, or start `vllm serve` with `{_ADDITIONAL}`"

@@ -8,6 +8,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from lowrank_kv.hf.geometry import KVGeometry, geometry_of_config, warning_of_another
+from lowrank_kv.hf.recurrent_layers import has_recurrent_layers
 from lowrank_kv.hf.rotary import family_rotates_neighbours
 from lowrank_kv.ops.native.library import WITHOUT_IT, library
 from lowrank_kv.ops.triton.availability import SWITCH, may_launch
@@ -109,10 +110,8 @@ def _check_gpu(settings: ServingConfig, block_size: int | None) -> None:
     if not current_platform.has_device_capability(80):
         raise UserError(f"{found}, on which the kernels do not run; use an NVIDIA GPU since Ampere")
     if not may_launch():
-        raise UserError(
-            f"compressed pages on a GPU are read by Triton's kernels: install `triton`, and unset ${SWITCH}, which is "
-            f"{os.environ.get(SWITCH)!r}"
-        )
+        remedy = f"unset ${SWITCH}, which is 0" if os.environ.get(SWITCH) == "0" else "install `triton`"
+        raise UserError(f"compressed pages on a GPU are read by Triton's kernels: {remedy}")
     if block_size is not None and block_size % MARK_BYTES:
         raise UserError(
             f"`block_size` is {block_size}, and kernels read pages a multiple of {MARK_BYTES} bytes apart; set it to 128"
@@ -125,12 +124,17 @@ def _check_gpu(settings: ServingConfig, block_size: int | None) -> None:
 
 def _check_model(config: VllmConfig, settings: ServingConfig) -> None:
     text_config = config.model_config.hf_text_config
+    if has_recurrent_layers(text_config):
+        raise UserError(
+            f"layers of this {text_config.model_type} model keep a state, for which vLLM has pages of another kind; serve a "
+            f"model of full attention"
+        )
     geometry, layers = geometry_of_config(text_config), text_config.num_hidden_layers
     if len(geometry.layers) < layers:
         others = layers - len(geometry.layers)
         raise UserError(
-            f"{others} of the {layers} layers of this {text_config.model_type} model have a sliding window or a state, "
-            f"which vLLM would keep in pages of another kind; serve a model of full attention"
+            f"{others} of the {layers} layers of this {text_config.model_type} model have a sliding window, which vLLM "
+            f"would keep in pages of another kind; serve a model of full attention"
         )
     if (window := config.cache_config.sliding_window) is not None:
         raise UserError(

@@ -99,11 +99,6 @@ def windows_of(
                     )
         for method, text in windows.keys() & here.keys():
             raise UserError(f"{path} has `{method}` on {text}, as a record before it has; leave one of them out")
-        for text in documents.keys() & of.keys():
-            if documents[text] != of[text]:
-                raise UserError(
-                    f"{path} has other windows of {text} than a record before it; compare within one of them"
-                )
         windows |= here
         documents |= of
     for name in methods:

@@ -164,8 +164,12 @@ def _stock_model(engine: Engine) -> PreTrainedModel:
             f"from the model without it; name a directory of the merged model "
             f"(`model.merge_and_unload().save_pretrained(DIR)`)"
         )
-    if config.trainable != COMPRESSOR or config.full_checkpoint:
-        full_checkpoint.check_not_quantized(model, METHOD)
+    if (config.trainable != COMPRESSOR or config.full_checkpoint) and full_checkpoint.is_quantized(model, METHOD):
+        asked = "`full_checkpoint`" if config.trainable == COMPRESSOR else f"`trainable: {config.trainable}`"
+        raise UserError(
+            f"`model` is {config.model}, which is quantized, and {asked} would write it into a full checkpoint, which can "
+            f"name one method only; set `trainable` to {COMPRESSOR} and leave `full_checkpoint` out"
+        )
     if config.dataset.isolate_documents and has_recurrent_layers(model.config.get_text_config(decoder=True)):
         raise UserError(
             f"`model` is {config.model}, whose recurrent layers carry a state from one document of a block into the next; "

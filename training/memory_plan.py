@@ -43,6 +43,7 @@ class Size:
         kept_copies: those of them that the backward pass holds at a time.
         passes: forward and backward passes of an optimizer step.
         forwards: of weights in each pass, that of recomputation and of an uncompressed teacher included.
+        state: bytes of a state on the disk, which the first process gathers in its machine's memory; 0 where none is.
     """
 
     frozen: float
@@ -57,6 +58,7 @@ class Size:
     kept_copies: float
     passes: int
     forwards: int
+    state: float
 
     @property
     def of_text(self) -> float:
@@ -121,6 +123,7 @@ def size_of_run(config: TrainConfig, model: PreTrainedModel | None = None) -> Si
         kept_copies=kept_copies,
         passes=config.optimizer.gradient_accumulation_steps,
         forwards=2 + config.gradient_checkpointing + teacher,
+        state=3.0 * FP32 * trained if config.checkpoint_every else 0.0,  # AdamW has two moments
     )
 
 
@@ -196,13 +199,10 @@ def plans(size: Size, gpus: int) -> list[EnginePlan]:
     # ZeRO-3 multiplies by a function of its own, which leaves no copies of weights.
     without_copies = dataclasses.replace(size, copies=0.0, kept_copies=0.0)
 
-    # The first process gathers all of a state before it writes it, into the memory of its machine.
-    state = FP32 * trained + moments
-
     def plan(name: str, held: float, sent: float, host: float = 0.0) -> EnginePlan:
         of_pass = (without_copies if name.startswith("zero3") else size).of_pass
         gpu = (held + size.buffers + of_pass) * (1 + _GAPS) + _CONTEXT
-        return EnginePlan(name=name, gpu=gpu, host=host * (1 + _GAPS) + state, sent=sent)
+        return EnginePlan(name=name, gpu=gpu, host=host * (1 + _GAPS) + size.state, sent=sent)
 
     if gpus == 1:
         return [plan("single", weights + gradients + moments, 0.0)]

@@ -37,11 +37,11 @@ def build_optimizer(model: PreTrainedModel, config: TrainConfig, lr_projection: 
     backbone = [value for value in model.parameters() if value.requires_grad and id(value) not in named]
     settings = config.optimizer
     peaks = {"projection": lr_projection, "gate": config.lr_gate, "gate_bias": settings.lr_gate_bias}
-    # Biases and norms, and all that a compressor learns, mean something else where they are nearer to zero.
     decays = {"backbone": settings.weight_decay}
     if backbone:
-        groups["backbone"] = [each for each in backbone if size_of(each)[1] > 1]
-        groups["backbone_vectors"] = [each for each in backbone if size_of(each)[1] <= 1]
+        undecayed = _undecayed(model)
+        groups["backbone"] = [each for each in backbone if id(each) not in undecayed]
+        groups["backbone_vectors"] = [each for each in backbone if id(each) in undecayed]
         peaks |= dict.fromkeys(("backbone", "backbone_vectors"), settings.lr_backbone)
     return torch.optim.AdamW(
         [
@@ -51,6 +51,19 @@ def build_optimizer(model: PreTrainedModel, config: TrainConfig, lr_projection: 
         ],
         betas=(0.9, 0.99),
     )
+
+
+def _undecayed(model: PreTrainedModel) -> set[int]:
+    """The identities of biases, and of the weights of norms, which mean something else where they are nearer to zero.
+
+    Some have two dims: a row for each head, or for each expert.
+    """
+    return {
+        id(parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if size_of(parameter)[1] < 2 or name.endswith("bias") or type(module).__name__.endswith("Norm")
+    }
 
 
 def reached_by_text(model: PreTrainedModel) -> list[nn.Parameter]:

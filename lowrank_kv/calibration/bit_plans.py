@@ -171,7 +171,7 @@ def _warn_of_few_tokens(calibration: Calibration, joint_layers: int, width: int)
         together = f" (`joint_layers: {joint_layers}`)" if joint_layers else ""
         warnings.warn(
             f"{calibration.origin} is of {calibration.tokens:,} tokens, too few for rows of {width:,} numbers{together}: "
-            f"calibrate on at least {2 * width:,}, or better ten times as many{narrower}",
+            f"calibrate on at least {2 * width:,}, or better on {10 * width:,}{narrower}",
             stacklevel=4,  # whoever calls `coded_model`, which is wrapped
         )
 

@@ -35,14 +35,16 @@ def isolate_documents(model: PreTrainedModel, device: torch.device) -> str | Non
         model: prepared and uncompressed, of any dtype. All processes that share its weights must call this.
         device: where its inputs go.
     """
+    hooks = []
     with evaluating(model):
         for objection_of, mend in ((objection_to_packing, _give_masks), (_objection_to_silence, _tell_positions)):
             if objection_of(model, device) is None:
                 continue
-            hook = model.get_decoder().register_forward_pre_hook(mend, with_kwargs=True)
+            hooks.append(model.get_decoder().register_forward_pre_hook(mend, with_kwargs=True))
             objection = objection_of(model, device)
             if objection is not None:
-                hook.remove()
+                for hook in hooks:
+                    hook.remove()
                 return objection
     return None
 

@@ -84,14 +84,10 @@ def _method_of(quantization: Any) -> str | None:
     return getattr(quantization, "quant_method", None)
 
 
-def check_not_quantized(model: PreTrainedModel, method: str) -> None:
-    """Raise :class:`UserError` where the model is quantized, by another method than `method`."""
+def is_quantized(model: PreTrainedModel, method: str) -> bool:
+    """Whether the model is quantized, by another method than `method`."""
     occupied = getattr(model.config, "quantization_config", None)
-    if occupied is not None and _method_of(occupied) != method:
-        raise UserError(
-            "the base model is quantized, and a checkpoint can name only one method; train and save only the compressor, "
-            "and attach it to the quantized model"
-        )
+    return occupied is not None and _method_of(occupied) != method
 
 
 def save_full(
@@ -107,7 +103,11 @@ def save_full(
     Raises:
         UserError: the base model is quantized, or `directory` holds anything but an earlier checkpoint of this method.
     """
-    check_not_quantized(model, method)
+    if is_quantized(model, method):
+        raise UserError(
+            "the base model is quantized, and a checkpoint can name only one method; save only the compressor and "
+            "attach it to the quantized model instead"
+        )
     occupied = getattr(model.config, "quantization_config", None)
     _check_replaceable(Path(directory), method)
     with new_directory(directory, CONFIG_NAME) as partial:

@@ -36,7 +36,8 @@ def nearest(name: str, valid: Sequence[str], kind: str = "keys") -> str:
     whole = [each for key, each in bare.items() if given in key.split(".")]
     near = [bare[key] for key in difflib.get_close_matches(given, list(bare), n=1)]
     if found := whole or near:
-        return f"did you mean {'one of ' if len(found) > 1 else ''}{', '.join(map(_spelled, found))}?"
+        spelled = map(_spelled if kind == "keys" else "`{}`".format, found)
+        return f"did you mean {'one of ' if len(found) > 1 else ''}{', '.join(spelled)}?"
     return f"valid {kind}: {', '.join(sorted(valid))}"
 
 

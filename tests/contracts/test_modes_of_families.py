@@ -74,7 +74,8 @@ def streamed(model, ids, cache):
 def piped(model, ids, cache):
     pipe = pipeline("text-generation", model=model, tokenizer=byte_tokenizer(), device="cpu")
     given = {} if cache is None else {"past_key_values": cache}
-    return pipe("the cache keeps what later tokens ask for", max_new_tokens=NEW, do_sample=False, **given)
+    settings = {"max_new_tokens": NEW, "do_sample": False, "stop_sequence": "q", **given}
+    return pipe("the cache keeps what later tokens ask for", **settings)
 
 
 def until_a_letter(model, ids, cache):

@@ -6,6 +6,7 @@ import logging
 import pytest
 from methods import calibration_of, dynakv_model, planned_model, tiny_model
 from served_engines import BLOCK, cohere, configured, serving, windowed, with_compressor
+from transformers import FalconH1Config, JambaConfig
 
 import dynakv
 from lowrank_kv.utils.errors import UserError
@@ -137,7 +138,7 @@ def on_gpu(monkeypatch, *, kind: str = "cuda", capability: int = 90) -> None:
         ({}, {}, "1", BLOCK, "CPUs so far, and vLLM runs on NVIDIA H100;.* set `untested_gpu: true` .*--untested-gpu"),
         ({"untested_gpu": True}, {"capability": 75}, "1", BLOCK, "since Ampere"),
         ({"untested_gpu": True}, {"kind": "rocm"}, "1", BLOCK, "vLLM's build for CPUs"),
-        ({"untested_gpu": True}, {}, "0", BLOCK, "install `triton`, and unset .LOWRANK_KV_TRITON, which is '0'"),
+        ({"untested_gpu": True}, {}, "0", BLOCK, "Triton's kernels: unset .LOWRANK_KV_TRITON, which is 0"),
         ({"untested_gpu": True}, {}, "1", 30, "`block_size` is 30, .*; set it to 128"),
     ],
 )
@@ -307,14 +308,18 @@ def test_models_without_causal_keys_and_values_are_refused(files, monkeypatch, n
         check(config, ServingConfig(**files.settings))
 
 
-def test_a_hybrid_model_is_told_by_its_layers(files, monkeypatch):
+@pytest.mark.parametrize("shape", [JambaConfig, FalconH1Config])
+def test_a_hybrid_model_is_told_by_its_layers(files, monkeypatch, shape):
+    """Of which none may be of attention alone."""
     from vllm.config import ModelConfig
 
     from lowrank_kv_vllm.refusals import check
 
     config = configured(files, files.settings)
     monkeypatch.setattr(ModelConfig, "attn_type", property(lambda self: "hybrid"))
-    check(config, ServingConfig(**files.settings))
+    config.model_config.hf_text_config = shape()
+    with pytest.raises(UserError, match=f"layers of this {shape.model_type} model keep a state"):
+        check(config, ServingConfig(**files.settings))
 
 
 def test_a_layer_that_asks_for_attention_of_its_own_is_refused(files):

@@ -39,6 +39,7 @@ def test_what_is_not_of_this_command_goes_to_vllm(files, words):
         (["--headless"], SINGLE),
         (["--headl"], SINGLE),
         (["--api-server-count=2"], SINGLE),
+        (["--api-server-count", "0"], SINGLE),
         (["-asc", "2"], SINGLE),
     ],
 )

@@ -1,7 +1,6 @@
 """What a record says of methods at equal bytes."""
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -100,7 +99,6 @@ def written(
     text: str = "a" * 64,
     weights: str = "b" * 64,
     prefix: int = 1024,
-    documents: Sequence[int] = (0, 1),
 ) -> Path:
     """A record of a comparison on one text."""
     inputs = [
@@ -112,7 +110,7 @@ def written(
     )
     record["rows"] = [{"method": method, "dataset": "novels"} for method in methods]
     told_of = [{"method": method, "dataset": "novels", "windows": each} for method, each in methods.items()]
-    record["summary"] = {"windows": told_of, "documents": {"novels": {"of": list(documents)}}}
+    record["summary"] = {"windows": told_of, "documents": {"novels": {"of": [0, 1]}}}
     return run_record.write(record, directory)
 
 
@@ -158,12 +156,6 @@ def test_windows_that_all_have_are_compared_where_a_comparison_was_ended(tmp_pat
         main(words)
     main([*words, "--common"])
     assert capsys.readouterr().out.splitlines()[-1] == "all: -75.0% in its one window, without an interval"
-
-
-def test_records_of_other_windows_of_a_text_are_refused(tmp_path):
-    paths = written(tmp_path, {"small": SMALL}), written(tmp_path, {"other": OTHER}, documents=[0, 0])
-    with pytest.raises(UserError, match="has other windows of novels than a record before it"):
-        windows_of(paths, ["small", "other"], common=True)
 
 
 def test_a_record_without_windows_is_refused(tmp_path):

@@ -8,7 +8,7 @@ import torch
 from methods import tiny_model
 from safetensors.torch import load_file
 from training_runs import STILL, launch, losses, merged, summary, train_here
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, CohereConfig, CohereForCausalLM
 
 import dynakv
 import training.finish
@@ -99,15 +99,25 @@ def test_a_quantized_model_is_refused_before_training_what_it_cannot_save(
         return model
 
     monkeypatch.setattr(training.loop, "load_model", load_quantized)
-    with pytest.raises(UserError, match="the base model is quantized, .* save only the compressor"):
+    with pytest.raises(
+        UserError, match="`model` is .*, which is quantized, and `.*` .*; set `trainable` to compressor"
+    ):
         train_here(training_values, tmp_path / "run", **FEW, **changes)
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
+def heads_with_norms():
+    """A model whose norms of queries and keys have a row for each head."""
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "use_qk_norm": True, "bos_token_id": None}
+    return CohereForCausalLM(CohereConfig(**sizes, **heads, eos_token_id=None))
+
+
+@pytest.mark.parametrize("made", [tiny_model, heads_with_norms])
 @pytest.mark.parametrize("policy", ["gate", "soft_threshold", "plan"])
-def test_weights_decay_in_the_backbones_matrices_alone(policy):
+def test_weights_decay_in_the_backbones_matrices_alone(policy, made):
     """Biases of gates and bounds of classes learn so fast that a decay would take them to zero."""
-    model = tiny_model()
+    model = made()
     loss = {"cross_entropy": 1, "distillation": 0}
     values = {
         "model": "m",
@@ -123,7 +133,7 @@ def test_weights_decay_in_the_backbones_matrices_alone(policy):
     groups = build_optimizer(model, config, 1e-3).param_groups
     decays = {id(each): group["weight_decay"] for group in groups for each in group["params"]}
     for name, parameter in model.named_parameters():
-        decays_here = id(parameter) not in own and parameter.ndim > 1
+        decays_here = id(parameter) not in own and "norm" not in name and "bias" not in name
         assert decays[id(parameter)] == (0.1 if decays_here else 0), name
 
 

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 import dynakv
+from lowrank_kv.hf import document_isolation
 from lowrank_kv.hf.document_isolation import isolate_documents, objection_to_packing
 from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.hf.loading import recompute_activations
@@ -162,6 +163,14 @@ def test_a_model_that_masks_do_not_help_is_left_as_it_was():
     assert "a roberta model does not read a document that stands behind another" in isolate_documents(model, CPU)
     assert with_masks(model) == hooks
     assert [module.training for module in model.modules()] == modes
+
+
+def test_a_model_that_only_masks_help_is_left_as_it_was(monkeypatch):
+    model = prepare(leaking("opt"))
+    hooks = with_masks(model)
+    monkeypatch.setattr(document_isolation, "_objection_to_silence", lambda *_: "silent")
+    assert isolate_documents(model, CPU) == "silent"
+    assert with_masks(model) == hooks
 
 
 def test_trying_draws_no_random_number_and_keeps_modes():
