@@ -221,7 +221,7 @@ def test_what_would_bypass_the_compressor_is_refused():
 def test_a_cache_made_for_one_model_is_refused_by_another():
     model = tiny_model()
     cache = dynakv_model(model, 0.4)()
-    with pytest.raises(UserError, match="not prepared"):
+    with pytest.raises(UserError, match="not compressed"):
         tiny_model()(torch.randint(1, 97, (1, 8)), past_key_values=cache)
 
 
