@@ -171,7 +171,7 @@ class PagedAttention(AttentionImpl[Step]):
         exactly = self._served.reads_prompts_exactly
         for group in step.prompt_groups:
             for i, prompt in enumerate(group.prompts):
-                rebuilt = prompt.past if exactly else prompt.past + prompt.new.stop - prompt.new.start
+                rebuilt = prompt.past if exactly else prompt.length
                 for first, key_TGD, value_TGD in self._rebuilt(step.sequences.page_BP[prompt.sequence], rebuilt):
                     group.hold(i, first, key_TGD, value_TGD)
             if exactly:

@@ -47,8 +47,8 @@ class PromptPages:
         dtype = memory_PGXD.dtype
         self.prompts, self._memory = prompts, memory_PGXD
         new, past = [prompt.new for prompt in prompts], [prompt.past for prompt in prompts]
-        counts = torch.tensor([span.stop - span.start for span in new])
-        lengths = counts + torch.tensor(past)
+        lengths = torch.tensor([prompt.length for prompt in prompts])
+        counts = lengths - torch.tensor(past)
         pages = torch.tensor([_pages_of(prompt) for prompt in prompts])
         firsts = pages.cumsum(0) - pages
         self._page_SP = (firsts[:, None] + torch.arange(int(pages.max()))).clamp_(max=int(pages.sum()) - 1).int()
@@ -119,7 +119,7 @@ class PromptPages:
 
 def _pages_of(prompt: Prompt) -> int:
     """How many pages a prompt's tokens take."""
-    return -(-(prompt.past + prompt.new.stop - prompt.new.start) // BLOCK)
+    return -(-prompt.length // BLOCK)
 
 
 def _grouped(prompts: Sequence[Prompt], most_pages: int) -> list[list[Prompt]]:

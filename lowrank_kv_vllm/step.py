@@ -52,6 +52,11 @@ class Prompt(NamedTuple):
     new: slice
     past: int
 
+    @property
+    def length(self) -> int:
+        """Its tokens up to the last new one."""
+        return self.past + self.new.stop - self.new.start
+
 
 class PromptAttention(Protocol):
     """Attention of many new tokens of some of a step's prompts, for its layers in turn.

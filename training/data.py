@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lowrank_kv.utils.errors import UserError
-from lowrank_kv.utils.text_data import Documents, tokens_of
+from lowrank_kv.utils.text_data import Blocks, Documents, tokens_of
 
 from .document_order import DocumentOrder, Share, ShareOfDocuments
 
@@ -47,6 +47,14 @@ class Batch:
         if starts_BT is None:
             return cls(ids_BT, index_BT, document=document)
         return cls(ids_BT, index_BT - (index_BT * starts_BT).cummax(dim=1).values, document=document)
+
+    @classmethod
+    def of_each(cls, blocks: Blocks, *, isolate: bool) -> "list[Batch]":
+        """A batch of each block that is measured; with `isolate` positions start at 0 with every document."""
+        return [
+            cls.from_ids(ids_T[None], starts_T[None] if isolate else None, document)
+            for ids_T, starts_T, document in zip(blocks.ids_NT, blocks.starts_NT, blocks.documents, strict=True)
+        ]
 
     def to(self, device: torch.device) -> "Batch":
         moved = {"ids_BT": self.ids_BT.to(device), "position_BT": self.position_BT.to(device)}

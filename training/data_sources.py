@@ -127,10 +127,7 @@ def _heldout_batches(
         raise UserError(
             f"cannot measure on {name}: {error}, raise `dataset.heldout_share`, or leave it out (`heldout_blocks: 0`)"
         ) from error
-    return [
-        Batch.from_ids(ids_T[None], starts_T[None] if dataset.isolate_documents else None, document)
-        for ids_T, starts_T, document in zip(blocks.ids_NT, blocks.starts_NT, blocks.documents, strict=True)
-    ]
+    return Batch.of_each(blocks, isolate=dataset.isolate_documents)
 
 
 def labels_of(names: list[str]) -> list[str]:

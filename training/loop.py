@@ -16,7 +16,6 @@ from dynakv.config import METHOD, SOFT_THRESHOLD
 from dynakv.paper_sentence import SENTENCE
 from dynakv.training_config import COMPRESSOR, TrainConfig
 from lowrank_kv.hf import full_checkpoint
-from lowrank_kv.hf.document_isolation import isolate_documents
 from lowrank_kv.hf.geometry import geometry_of
 from lowrank_kv.hf.loading import check_length, load_model, load_tokenizer, recompute_activations
 from lowrank_kv.hf.recurrent_layers import has_recurrent_layers
@@ -30,8 +29,8 @@ from lowrank_kv.utils.run_lock import run_lock
 from .best_step import measure_if_due
 from .data import Batch, TrainingBlocks
 from .data_sources import heldout_blocks, labels_of, training_stream
-from .distillation import uncompressed
 from .divergence_guard import DivergenceGuard, GradientNorms
+from .documents_apart import keep_apart
 from .engine import Engine, is_first_process
 from .finish import CHECKPOINT, FULL_CHECKPOINT, STATES, finish
 from .initialization import check_continued, given_price
@@ -205,13 +204,8 @@ def _prepare(engine: Engine, model: PreTrainedModel, lr_projection: float) -> No
 
 def _isolate_documents(engine: Engine) -> None:
     """Let documents of a block see nothing of one another, after the engine has spread the weights."""
-    with uncompressed(engine.model):
-        objection = isolate_documents(engine.model, engine.device)
-    if objection is not None:
-        raise UserError(
-            f"`model` is {engine.config.model}, and {objection}; set `dataset.isolate_documents` to false, or use a "
-            f"model of another family"
-        )
+    remedy = "set `dataset.isolate_documents` to false, or use a model of another family"
+    keep_apart(engine.model, engine.device, name=engine.config.model, remedy=remedy)
 
 
 def _batches(engine: Engine, stream: TrainingBlocks, run: RunState) -> Iterator[Batch]:

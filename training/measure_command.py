@@ -16,7 +16,6 @@ import dynakv
 from dynakv.checkpoint import save_again
 from dynakv.checkpoint_files import ISOLATED, WEIGHTS, read_config
 from dynakv.measured_rates import measured_rates
-from lowrank_kv.hf.document_isolation import isolate_documents
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
 from lowrank_kv.utils.atomic_write import check_directory, check_replaceable
 from lowrank_kv.utils.config import configuration, option, parse_config
@@ -27,7 +26,7 @@ from lowrank_kv.utils.text_data import NAME_HELP, CalibrationText
 
 from .class_shares import has_classes, measure_class_shares
 from .data import Batch
-from .distillation import uncompressed
+from .documents_apart import keep_apart
 from .validation import measure
 
 
@@ -58,25 +57,15 @@ def main(argv: list[str]) -> None:
     if isolates is None:
         isolates = saved.summary.get(ISOLATED, True)  # older checkpoints do not say, and were trained so by default
     if isolates:
-        _isolate(model, name)
+        keep_apart(model, model.device, name=name, remedy="set `isolate_documents` to false, as in training")
     blocks = config.read(load_tokenizer(name))
     text = ", ".join(name_of(each) for each in config.name)
-    batches = [
-        Batch.from_ids(ids_T[None], starts_T[None] if isolates else None, document)
-        for ids_T, starts_T, document in zip(blocks.ids_NT, blocks.starts_NT, blocks.documents, strict=True)
-    ]
+    batches = Batch.of_each(blocks, isolate=isolates)
     summary = measure_again(model, progress_bar(batches, unit="block", desc="measuring"), text, saved.summary)
     save_again(model, directory, summary)
     rates = measured_rates(config.checkpoint, read_config(config.checkpoint))
     kept = "of a token's bytes in 16 bits" if rates.of_bytes else "of its coefficients"
     print(f"{Path(config.checkpoint)}: keeps {rates.mean:.3f} {kept}, on {blocks.ids_NT.numel():,} tokens of {text}")
-
-
-def _isolate(model: PreTrainedModel, name: str) -> None:
-    with uncompressed(model):
-        objection = isolate_documents(model, model.device)
-    if objection is not None:
-        raise UserError(f"`model` is {name}, and {objection}; set `isolate_documents` to false, as in training")
 
 
 def measure_again(

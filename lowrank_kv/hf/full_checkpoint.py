@@ -70,8 +70,7 @@ def register_method(
 def declare(model: PreTrainedModel, method: str, settings: dict[str, Any]) -> None:
     """From now on the model's own `save_pretrained` writes full checkpoints of `method`; a quantized model's stays as it is,
     since a checkpoint can name only one method."""
-    occupied = getattr(model.config, "quantization_config", None)
-    if occupied is None or _method_of(occupied) == method:
+    if not is_quantized(model, method):
         model.config.quantization_config = MethodConfig(method, settings)
 
 

@@ -310,7 +310,7 @@ def test_models_without_causal_keys_and_values_are_refused(files, monkeypatch, n
 
 @pytest.mark.parametrize("shape", [JambaConfig, FalconH1Config])
 def test_a_hybrid_model_is_told_by_its_layers(files, monkeypatch, shape):
-    """Of which none may be of attention alone."""
+    """A Falcon H1 has no layer that is attention alone."""
     from vllm.config import ModelConfig
 
     from lowrank_kv_vllm.refusals import check
