@@ -127,7 +127,8 @@ class PlannedBits(nn.Module):
 
     def _plan_of(self, bits: list[int]) -> BitPlan:
         ends = {width: end for width, end in zip(_CODED, _ENDS, strict=True) if width in bits}
-        return BitPlan(bits, {width: self.levels[end - 2**width : end].clone() for width, end in ends.items()})
+        levels = {width: self.levels[end - 2**width : end].clone() for width, end in ends.items()}
+        return BitPlan(bits, levels, device=self.levels.device)
 
     # Without gradients: a pass that recomputes activations finds the plan made, and must save what the first pass saved.
     @torch.no_grad()

@@ -25,7 +25,8 @@ class PlannedCompressor(TokenCompressor):
 
     def __init__(self, width: int, config: DynaKVConfig, name: str):
         super().__init__(width, config, name)
-        self._made_initial: tuple[tuple, Any] | None = None  # U, plan and settings, and what was made of them
+        # U and the plan, what matters to directions of a text's own, and what was made of them
+        self._made_initial: tuple[tuple, list[float] | None, Any] | None = None
 
     @staticmethod
     def kind_of_projection(config: DynaKVConfig) -> str:
@@ -71,10 +72,10 @@ class PlannedCompressor(TokenCompressor):
     def _initial(self, make: Callable[..., Any]) -> Any:
         basis_CC, decoder_CC = self.projection.fixed_matrices(torch.float32, self.projection.weight.device)
         plan, has_own = self.gate.plan, self.config.own_directions > 0
-        made_of = basis_CC, plan, has_own
+        importance_C = self.gate.importance if has_own else None
+        made_of, numbers = (basis_CC, plan), None if importance_C is None else importance_C.tolist()
         found = self._made_initial
-        if found is None or any(a is not b for a, b in zip(found[0], made_of, strict=True)):
-            importance_C = self.gate.importance if has_own else None
-            found = made_of, make(basis_CC, decoder_CC, plan, importance_C=importance_C)
+        if found is None or found[1] != numbers or any(a is not b for a, b in zip(found[0], made_of, strict=True)):
+            found = made_of, numbers, make(basis_CC, decoder_CC, plan, importance_C=importance_C)
             self._made_initial = found
-        return found[1]
+        return found[2]

@@ -3,6 +3,7 @@
 Shapes: C joint width.
 """
 
+import itertools
 import math
 
 import torch
@@ -41,7 +42,7 @@ class Projection(nn.Module):
             self.register_buffer("start", torch.eye(width))
             self.register_buffer("start_inverse", torch.eye(width))
         self._inverted: tuple[Tensor, Tensor] | None = None  # the latest U that was inverted, and its inverse
-        # (dtype, device) → versions of the parameters, U, V, sums of the parameters' bits
+        # (dtype, device) → versions of the tensors, U, V, digests of the parameters
         self._fixed: dict[tuple, tuple] = {}
 
     @torch.no_grad()
@@ -105,14 +106,15 @@ class Projection(nn.Module):
             raise self._ill_conditioned("is singular") from error
 
     def fixed_matrices(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(U, V) for inference, an inverse taken in fp64 and rounded once; computed anew only when a parameter has changed.
+        """(U, V) for inference, an inverse taken in fp64 and rounded once; computed anew only when a tensor has changed.
 
         A write through a parameter's `.data` leaves no trace that each call could see; :meth:`forget_if_changed` does.
 
         Raises:
             UserError: U is offloaded or not finite, or must be inverted and is singular or has a condition number above 10⁴.
         """
-        versions = [(parameter.data_ptr(), parameter._version) for parameter in self._parameters.values()]
+        made_of = itertools.chain(self._parameters.values(), self._buffers.values())
+        versions = [(each.data_ptr(), each._version) for each in made_of]
         found = self._fixed.get((dtype, device))
         if found is None or found[0] != versions:
             self.check_condition()
@@ -120,20 +122,18 @@ class Projection(nn.Module):
             # kept may next be asked for by a pass with gradients.
             with torch.inference_mode(False), torch.no_grad():
                 matrices = [matrix.to(device, dtype).contiguous() for matrix in self._in_fp64()]
-            found = self._fixed[dtype, device] = versions, *matrices, self._bit_sums()
+            found = self._fixed[dtype, device] = versions, *matrices, self._digests()
         return found[1], found[2]
 
     def forget_if_changed(self) -> None:
         """Forget :meth:`fixed_matrices` of parameters that hold other numbers by now, however they came there. Reads all
         parameters: to be called when a cache is made."""
         if self._fixed:
-            sums = self._bit_sums()
+            sums = self._digests()
             self._fixed = {key: found for key, found in self._fixed.items() if found[-1] == sums}
 
-    def _bit_sums(self) -> tuple[int, ...]:
-        return tuple(
-            int(each.detach().view(torch.int32).sum()) for each in self._parameters.values() if not each.is_meta
-        )
+    def _digests(self) -> tuple[tuple[int, float], ...]:
+        return tuple(_digest(each.detach()) for each in self._parameters.values() if not each.is_meta)
 
     @torch.no_grad()
     def check_condition(self) -> None:
@@ -201,6 +201,13 @@ class _Inverse(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad_CC: Tensor) -> tuple[Tensor, None]:
         [inverse_CC] = ctx.saved_tensors
         return -(inverse_CC.T @ grad_CC @ inverse_CC.T), None
+
+
+def _digest(matrix_CC: Tensor) -> tuple[int, float]:
+    """What tells a matrix from another: the sum of its bits, which any other number changes, and one that another order of
+    the numbers changes. A hash would take many times as long as making a cache."""
+    ramp_C = torch.linspace(0.5, 1.5, len(matrix_CC), dtype=matrix_CC.dtype, device=matrix_CC.device)
+    return int(matrix_CC.view(torch.int32).sum()), float(ramp_C @ matrix_CC @ ramp_C.square())
 
 
 def _orthogonal_basis(start_CC: Tensor, weight_CC: Tensor) -> Tensor:

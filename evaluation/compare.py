@@ -28,6 +28,7 @@ from .anatomy.measure import anatomy
 from .cells import Cell, measured_by
 from .methods import available_methods, methods_of
 from .output import MakeRecord
+from .peers.peer import TextLength
 from .reading import Reading
 from .run_setup import MethodsConfig, cells_in, load_calibration, measured_model, setting_of
 from .scores import WindowScore, extent, summary
@@ -93,9 +94,8 @@ def compare(config: CompareConfig, output: Path) -> Iterator[MakeRecord]:
         measured=measured_texts(config.texts),
         needed=config.needs_calibration or config.anatomy,
     )
-    methods = methods_of(
-        config.methods, model, calibration, prompt=config.prefix or config.length, tokens=config.length
-    )
+    text = TextLength(config.prefix or config.length, config.length)
+    methods = methods_of(config.methods, model, calibration, text)
     inputs += [path_input("checkpoint", directory) for directory in config.checkpoints]
     ids = {label: each.ids_NT for label, each in texts.items()}
     record = new_comparison(to_dict(config) | {"model": name_of(name)}, inputs, model, ids, model.device)

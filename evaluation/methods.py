@@ -66,9 +66,9 @@ class MethodConfig:
         )
         budget = self.bytes or self.bytes_of
         require(not budget or self.has_budget, "bytes", budget, "left out where the method has bytes of its own")
-        require(
-            bool(self.rates or budget) or not self.has_budget, "rates", self.rates, "given, or `bytes`, or `bytes_of`"
-        )
+        key, others = ("bytes", "`bytes_of`") if self.peer is not None else ("rates", "`bytes`, or `bytes_of`")
+        given = f"given of `{self.name}`, or {others}"
+        require(bool(self.rates or budget) or not self.has_budget, key, getattr(self, key), given)
         require(not self.optional or self.checkpoint is not None, "optional", True, "left out without a `checkpoint`")
         require(not self.settings or self.peer is None, "settings", self.settings, "left out of a peer")
         if self.preset is not None:
@@ -97,6 +97,33 @@ class MethodConfig:
     def name_at_bytes_of(self) -> str:
         """The label of its row at another's bytes."""
         return f"{self.name} at the bytes of {self.bytes_of}"
+
+    def name_at_rate(self, rate: float) -> str:
+        """The label of its row at a `rate` of its own."""
+        return f"{self.name} {rate:g}"
+
+    def name_at_bytes(self, share: float) -> str:
+        """The label of its row at a share of an uncompressed cache's bytes."""
+        return f"{self.name} at {share:g}"
+
+    @property
+    def labels(self) -> list[str]:
+        """Of all its rows."""
+        return [
+            *([] if self.has_budget else [self.name]),
+            *map(self.name_at_rate, self.rates),
+            *map(self.name_at_bytes, self.bytes),
+            *([] if self.bytes_of is None else [self.name_at_bytes_of]),
+        ]
+
+    @property
+    def depends_on_text(self) -> bool:
+        """Whether one of its rows depends on how long a text is, to meet a share of the bytes at its end."""
+        return bool(self.bytes) or self.bytes_of is not None
+
+    def without_bytes(self) -> "MethodConfig":
+        """The rows that do not depend on a text."""
+        return dataclasses.replace(self, bytes=[], bytes_of=None) if self.depends_on_text else self
 
     @property
     def needs(self) -> frozenset[str]:
@@ -131,8 +158,13 @@ def method_name(label: str | None, own: str | None, settings: Mapping[str, Any])
     return " ".join([own or "dynakv", *(f"{key}={value}" for key, value in settings.items())])
 
 
-def check_bytes_of(configs: list[MethodConfig]) -> None:
-    """Raise :class:`UserError` where a row takes the bytes of one that takes another's: both are measured together."""
+def check_labels(configs: list[MethodConfig]) -> None:
+    """Raise :class:`UserError` where two rows have one label, or a row takes the bytes of none, or of one that takes
+    another's: both are measured together."""
+    labels = [FULL, *(label for config in configs for label in config.labels)]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise UserError(f"two methods are called `{label}`; give one a `label` of its own")
     following = {config.name_at_bytes_of: config.bytes_of for config in configs if config.bytes_of is not None}
     for config in configs:
         if config.bytes_of in following:
@@ -140,6 +172,9 @@ def check_bytes_of(configs: list[MethodConfig]) -> None:
                 f"`bytes_of` must be a row whose bytes are its own; got {config.bytes_of!r}, which takes those of another: "
                 f"give {following[config.bytes_of]!r}"
             )
+        if config.bytes_of is not None and config.bytes_of not in labels:
+            hint = nearest(config.bytes_of, labels, "labels")
+            raise UserError(f"`bytes_of` must be a method's label; got {config.bytes_of!r}; {hint}")
 
 
 def available_methods(configs: list[MethodConfig]) -> list[MethodConfig]:
@@ -183,43 +218,37 @@ class Method:
     reads_exactly: bool
     make: Callable[[float | None], Callable[[], Cache]]
 
+    def maker(self, share: float | None) -> Callable[[], Cache]:
+        """:attr:`make`, whose errors name the method, such as of bytes that no rate comes down to."""
+        try:
+            return self.make(share)
+        except UserError as error:
+            raise UserError(f"`{self.label}`: {error}") from error
+
 
 def methods_of(
     configs: list[MethodConfig],
     model: PreTrainedModel,
     calibration: Calibration | None,
-    *,
-    prompt: int,
-    tokens: int,
+    text: TextLength | None = None,
 ) -> list[Method]:
     """Every method at every budget, the uncompressed cache first.
 
     Args:
         calibration: of the model; needed by presets.
-        prompt, tokens: of a window, to meet a share of bytes at its end.
+        text: to meet a share of the bytes at its end; None where no row asks for that.
 
     Raises:
-        UserError: two methods have one label, `bytes_of` names none, or one that takes another's bytes, or a checkpoint does
-            not fit.
+        UserError: a plan cannot be made, or a checkpoint does not fit.
     """
-    check_bytes_of(configs)
     found = [uncompressed(model)]
     for config in configs:
         if config.checkpoint is not None:
             found.append(learned(config, model))
         elif config.preset is not None:
-            found += _preset(config, model, calibration, prompt, tokens)
+            found += _preset(config, model, calibration, text)
         else:
-            found += _peer(config, model, calibration, TextLength(prompt, tokens))
-    labels = [method.label for method in found]
-    for label in labels:
-        if labels.count(label) > 1:
-            raise UserError(f"two methods are called `{label}`; give one a `label` of its own")
-    for method in found:
-        if method.bytes_of is not None and method.bytes_of not in labels:
-            raise UserError(
-                f"`bytes_of` must be a method's label; got {method.bytes_of!r}; {nearest(method.bytes_of, labels, 'labels')}"
-            )
+            found += _peer(config, model, calibration, text)
     return found
 
 
@@ -259,14 +288,13 @@ def _at_budgets(
         at: share of bytes → a maker of caches.
     """
     for share in config.bytes:
-        label = f"{config.name} at {share:g}"
-        yield _method(config, label, of | {"bytes": share}, make=lambda _, share=share: at(share))
+        yield _method(config, config.name_at_bytes(share), of | {"bytes": share}, make=lambda _, share=share: at(share))
     if config.bytes_of is not None:
         yield _method(config, config.name_at_bytes_of, of | {"bytes": None}, make=at, bytes_of=config.bytes_of)
 
 
 def _preset(
-    config: MethodConfig, model: PreTrainedModel, calibration: Calibration, prompt: int, tokens: int
+    config: MethodConfig, model: PreTrainedModel, calibration: Calibration, text: TextLength | None
 ) -> Iterator[Method]:
     # With every setting, so that a cell which was measured with another default is not taken for this one.
     of = {"preset": config.preset, "settings": to_dict(config.ojakv_config())}
@@ -275,12 +303,16 @@ def _preset(
         yield _method(config, config.name, of, make=lambda _: lambda: OjaKVCache(model, plan))
     for rate in config.rates:
         plan = make_plan(calibration, config.ojakv_config(rate=rate))
-        label = f"{config.name} {rate:g}"
-        yield _method(config, label, of | {"rate": rate}, make=lambda _, plan=plan: lambda: OjaKVCache(model, plan))
+        yield _method(
+            config,
+            config.name_at_rate(rate),
+            of | {"rate": rate},
+            make=lambda _, plan=plan: lambda: OjaKVCache(model, plan),
+        )
 
     @functools.cache  # working out the plan of a share takes far longer than reading a window
     def at(share: float) -> Callable[[], Cache]:
-        size = {"prompt": prompt, "tokens": tokens, "itemsize": model.dtype.itemsize}
+        size = text._asdict() | {"itemsize": model.dtype.itemsize}
         plan = plan_for_bytes(calibration, config.ojakv_config(), min(share, 1.0), **size)
         return lambda: OjaKVCache(model, plan)
 
@@ -288,7 +320,7 @@ def _preset(
 
 
 def _peer(
-    config: MethodConfig, model: PreTrainedModel, calibration: Calibration | None, text: TextLength
+    config: MethodConfig, model: PreTrainedModel, calibration: Calibration | None, text: TextLength | None
 ) -> Iterator[Method]:
     peer = PEERS[config.peer]
     of = {"peer": config.peer} | ({"edition": peer.edition} if peer.edition > 1 else {})

@@ -24,7 +24,7 @@ from lowrank_kv.utils.text_data import CalibrationText
 from ojakv import Calibration
 
 from .cells import Cells, Measurer
-from .methods import MethodConfig, check_bytes_of
+from .methods import MethodConfig, check_labels
 from .peers.peer import READ
 from .scores import WindowScore
 from .wide_products import load_measured
@@ -81,7 +81,7 @@ class MethodsConfig(MeasurementConfig):
     def __post_init__(self):
         super().__post_init__()
         require(bool(self.methods), "methods", self.methods, "at least one")
-        check_bytes_of(self.methods)
+        check_labels(self.methods)
         require(bool(self.model or self.checkpoints), "model", self.model, "given where there is no checkpoint")
         needing = [method.name for method in self.methods if method.needs]
         require(

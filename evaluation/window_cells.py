@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from tqdm import tqdm
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
-from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.progress import progress_bar
 from lowrank_kv.utils.provenance import token_input
 
@@ -119,20 +118,16 @@ def _scores(
             exact.append(wanted)
         else:
             bar.set_postfix_str(wanted.method.label)
-            yield wanted, score_window(model, window_T, full_SV, _make_cache(wanted), **reading._asdict())
+            yield (
+                wanted,
+                score_window(model, window_T, full_SV, wanted.method.maker(wanted.share)(), **reading._asdict()),
+            )
     for i in range(0, len(exact), _CACHES_AT_ONCE):
         those = exact[i : i + _CACHES_AT_ONCE]
         bar.set_postfix_str(those[0].method.label if len(those) == 1 else f"{len(those)} methods")
-        caches = [_make_cache(wanted) for wanted in those]
+        caches = [wanted.method.maker(wanted.share)() for wanted in those]
         read_prompt_once(model, window_T[None, : reading.prefix], caches)
         logits_MSV = read_side_by_side(model, window_T, caches, **reading._asdict())
         for wanted, cache, logits_SV in zip(those, caches, logits_MSV, strict=True):
             log_SV = logits_SV.float().log_softmax(-1)
             yield wanted, score_predictions(model, window_T, full_SV, log_SV, cache)
-
-
-def _make_cache(wanted: _Wanted) -> Cache:
-    try:
-        return wanted.method.make(wanted.share)()
-    except UserError as error:  # such as bytes that no rate comes down to
-        raise UserError(f"`{wanted.method.label}`: {error}") from error

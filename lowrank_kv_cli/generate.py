@@ -145,15 +145,13 @@ def load(arguments: argparse.Namespace):
                 f"`--bases` must be a directory that `lowrank-kv calibrate` wrote, got `{arguments.bases}`; a trained "
                 f"compressor is given as `--checkpoint`"
             )
-        if arguments.preset is not None:
-            # A mistake is found before minutes of loading.
-            OjaKVConfig.preset(arguments.preset, rate=arguments.rate, **settings)
-        model = load_model(arguments.model, **loading)
-        for config in (model.config.get_text_config(decoder=True), model.generation_config):
-            config.use_cache = True  # whatever the model's own settings say: `generate()` is told so, too
+        # A mistake is found before minutes of loading.
         bases = Calibration.load(arguments.bases)
         preset = arguments.preset or preset_for(bases)
         config = OjaKVConfig.preset(preset, rate=arguments.rate, **settings)
+        model = load_model(arguments.model, **loading)
+        for own in (model.config.get_text_config(decoder=True), model.generation_config):
+            own.use_cache = True  # whatever the model's own settings say: `generate()` is told so, too
         lowrank_kv.compress(model, preset, bases=bases, rate=arguments.rate, **settings)
         of = "a token's bytes in 16 bits" if config.has_plan else "the coefficients"
         kept = f"energy {config.energy:g}" if config.ranks == "energy" else f"rate {config.rate:g} of {of}"

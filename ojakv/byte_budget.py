@@ -115,8 +115,10 @@ def _largest_plan(
     best, at_low = tried(low)
     if at_low > limit:
         return None
+    top, at_high = tried(high)
+    if at_high <= limit:
+        return top
     interpolates = config.has_plan
-    at_high = tried(high)[1] if interpolates else math.inf
     for step in range(_STEPS):
         middle = (low + high) / 2
         if interpolates:

@@ -1,5 +1,6 @@
 """Settings of an OjaKV cache, and the named presets of it (OjaKV, Algorithm 1; SubSpace-G and SubSpace-A)."""
 
+import operator
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -29,28 +30,30 @@ _PRESETS = Path(__file__).parent / "presets"
 PRESETS = tuple(sorted(path.stem for path in _PRESETS.glob("*.yaml")))
 
 
-# Keys, another one, and at which of its values they have an effect.
-_EFFECTS: tuple[tuple[tuple[str, ...], str, Callable[[str], bool]], ...] = (
+# Keys, others, and at which values of these they have an effect.
+_EFFECTS: tuple[tuple[tuple[str, ...], tuple[str, ...], Callable[..., bool]], ...] = (
     (
         (
-            *(
-                "learning_rate",
-                "decode_learning_rate",
-                "prompt_steps",
-                "preconditioned",
-                "prior_tokens",
-                "update_window",
-            ),
+            *("learning_rate", "decode_learning_rate", "prompt_steps", "prior_tokens"),
             *("pool", "update", "trigger", "max_loss", "max_drift"),
         ),
-        "tracker",
+        ("tracker",),
         lambda tracker: tracker != "fixed",
     ),
-    (("trigger",), "update", lambda update: update == "triggered"),
-    (("energy",), "ranks", lambda ranks: ranks == "energy"),
-    (("rate",), "ranks", lambda ranks: ranks != "energy"),
-    (("key_weight",), "ranks", lambda ranks: ranks == "budget"),
-    (("key_weight",), "weigh_by", lambda weigh_by: weigh_by == ENERGY),
+    (("preconditioned", "update_window"), ("tracker",), lambda tracker: tracker == "oja"),
+    (("prior_tokens", "update_window"), ("preconditioned",), bool),
+    (("trigger",), ("update",), lambda update: update == "triggered"),
+    (("energy",), ("ranks",), lambda ranks: ranks == "energy"),
+    (("rate",), ("ranks",), lambda ranks: ranks != "energy"),
+    (("key_weight",), ("ranks",), lambda ranks: ranks == "budget"),
+    (("key_weight",), ("weigh_by",), lambda weigh_by: weigh_by == ENERGY),
+    (
+        ("observation_window", "score_pool"),
+        ("full_rank_ratio", "eviction.keep_ratio"),
+        lambda full_rank, kept: full_rank > 0 or kept < 1,
+    ),
+    (("own_directions_from",), ("own_directions",), bool),
+    (("staggered",), ("update_period",), lambda period: period > 1),
 )
 
 
@@ -158,6 +161,13 @@ class OjaKVConfig(WindowedConfig):
         require(self.key_weight > 0, "key_weight", self.key_weight, "positive")
         for key in ("learning_rate", "decode_learning_rate", "prior_tokens", "trigger"):
             require(getattr(self, key) >= 0, key, getattr(self, key), "zero or positive")
+        for key in ("learning_rate", "decode_learning_rate"):
+            require(
+                self.tracker != "frequent_directions" or getattr(self, key) in (0, 1),
+                key,
+                getattr(self, key),
+                "0 or 1 with `tracker: frequent_directions`: a sketch has no step size, and 0 leaves bases as they are",
+            )
         require(0 <= self.max_loss <= 1, "max_loss", self.max_loss, "in [0, 1]; 0.01 loses 1 % of the energy at most")
         require(self.max_drift is None or self.max_drift >= 0, "max_drift", self.max_drift, "zero or positive, or null")
         require(
@@ -300,11 +310,12 @@ class OjaKVConfig(WindowedConfig):
     def _check_effects(self, changed: Iterable[str]) -> None:
         """Raise :class:`UserError` where a setting was changed that another one leaves without an effect."""
         for key in changed:
-            for keys, decides, has_effect in _EFFECTS:
-                value = getattr(self, decides)
+            for keys, others, has_effect in _EFFECTS:
+                values = [operator.attrgetter(other)(self) for other in others]
+                told = " and ".join(f"`{other}: {value}`" for other, value in zip(others, values, strict=True))
                 require(
-                    key not in keys or has_effect(value),
+                    key not in keys or has_effect(*values),
                     key,
                     getattr(self, key),
-                    f"left out with `{decides}: {value}`, where it changes nothing",
+                    f"left out with {told}, where it changes nothing",
                 )

@@ -48,7 +48,7 @@ def anatomy(
         model.dtype.itemsize,
         {"sentence": {"text": SENTENCE, "tokens": tokenizer.convert_ids_to_tokens(ids)}},
     )
-    makers = {method.label: method.make(None) for method in methods if method.bytes_of is None}
+    makers = {method.label: method.maker(None) for method in methods if method.bytes_of is None}
     shares, allocations = {}, {}
     for label, make_cache in makers.items():
         share_L2T = token_shares(make_cache, sentence, itemsize)

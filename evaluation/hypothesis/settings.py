@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import Cache, PreTrainedModel
 
+from lowrank_kv.utils.config import to_dict
 from ojakv import Calibration, OjaKVCache, OjaKVConfig, Plan, make_plan
 
 from ..methods import Method
@@ -171,6 +172,9 @@ def sensitivity_methods(
 
 
 def _method(label: str, of: dict, model: PreTrainedModel, plan: Plan) -> Method:
+    # With every setting, so that a cell which was measured with another default is not taken for this one.
+    of = {**of, "settings": to_dict(plan.config)}
+
     def make(_: float | None) -> Callable[[], Cache]:
         return lambda: OjaKVCache(model, plan)
 

@@ -27,7 +27,8 @@ from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.progress import progress_bar
 from ojakv import Calibration
 
-from ..methods import FULL, Method, MethodConfig, methods_of
+from ..methods import FULL, Method, MethodConfig, methods_of, uncompressed
+from ..peers.peer import TextLength
 from ..tasks.reader import Reader, end_tokens
 
 NAME = "lowrank-kv"
@@ -97,12 +98,11 @@ class CompressedLM(TemplateLM):
                 _logger.warning("%s is the harness's default, and there is no GPU: the model is on the CPU", device)
                 device = None
             model, tokenizer = load_model(pretrained, dtype=dtype, device=device), load_tokenizer(pretrained)
-            used = _method(method, model, bases, int(prompt), int(tokens))
-            make_cache, reads_exactly = used.make(None), used.reads_exactly
-        elif method:
-            raise UserError(
-                f"`{next(iter(method))}` is a key beside `pretrained` only; `make_cache` says what it would"
-            )
+            used = _method(method, model, bases, TextLength(int(prompt), int(tokens)))
+            make_cache, reads_exactly = used.maker(None), used.reads_exactly
+        elif method or bases is not None:
+            key = next(iter(method), "bases")
+            raise UserError(f"`{key}` is a key beside `pretrained` only; `make_cache` says what it would")
         else:
             reads_exactly = True  # as far as is known
         self.model, self.tokenizer, self.make_cache = model, tokenizer, make_cache
@@ -289,15 +289,17 @@ class CompressedLM(TemplateLM):
         self.full += reader.full_bytes
 
 
-def _method(keys: dict[str, Any], model: PreTrainedModel, bases: str | None, prompt: int, tokens: int) -> Method:
+def _method(keys: dict[str, Any], model: PreTrainedModel, bases: str | None, text: TextLength) -> Method:
     """The method that these keys describe."""
     if not keys:
-        [full] = methods_of([], model, None, prompt=prompt, tokens=tokens)
-        return full
+        require(
+            bases is None, "bases", bases, "given with a `preset` or a `peer`: without one the cache is uncompressed"
+        )
+        return uncompressed(model)
     config = build(MethodConfig, keys, source="model_args")
     calibration = None if bases is None else Calibration.load(bases).for_model(model)
     require(calibration is not None or not config.needs, "bases", bases, f"given: `{config.name}` is calibrated")
-    found = methods_of([config], model, calibration, prompt=prompt, tokens=tokens)
+    found = methods_of([config], model, calibration, text)
     own = [each for each in found if each.label != FULL]
     require(len(own) == 1, "rates", [each.label for each in own], "one, or one of `bytes`: a model has one cache")
     return own[0]

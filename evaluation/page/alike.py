@@ -9,7 +9,7 @@ from typing import Any
 from lowrank_kv.utils.errors import UserError
 
 from ..methods import FULL
-from ..tasks.registry import FAMILIES, default_query
+from ..tasks.registry import FAMILIES, READ_BY, default_query
 from .points import points_of
 
 _Record = Mapping[str, Any]
@@ -17,8 +17,8 @@ _Found = Sequence[tuple[_Record, Any]]  # records, and what something is in each
 _OF_MEASUREMENTS, _OF_COMPARISONS = ("model", "dtype", "step"), ("prefix", "length")  # keys of how a model reads
 _FILES_OF_TASKS = ("task", "labels", "essay")  # roles of a record's inputs
 _HASH = 12  # characters of a hash that are told
-# Keys of a task's configuration on which no item depends, or by which its items are told apart.
-_NOT_OF_ITEMS = ("task", "optional", "items", "together", "length", "query")
+# Keys of a task's configuration on which no item depends, or by which its items are told apart; of files the hashes count.
+_NOT_OF_ITEMS = ("task", "optional", "items", "together", "length", "query", "file", "labels", "essay")
 
 
 def check_alike(records: Sequence[_Record]) -> None:
@@ -88,9 +88,11 @@ def _items(records: Sequence[_Record]) -> dict[str, _Found]:
             if row.get("method") == FULL and "items" in row:
                 found[f"`{row['dataset']}`"].append((record, row["items"]))
         for entry in (record["config"] or {}).get("tasks") or []:
-            settings = {key: value for key, value in entry.items() if key not in _NOT_OF_ITEMS}
+            # What is None is as in a record of a version that had no such key.
+            given = {key: value for key, value in entry.items() if key not in _NOT_OF_ITEMS and value is not None}
             names = [name for each in entry["task"] for name in FAMILIES.get(each, (each,))]
             for task, length in itertools.product(names, entry.get("length") or [None]):
+                settings = {key: value for key, value in given.items() if task in READ_BY.get(key, (task,))}
                 of = [f"`{task}`", *([f"{length} tokens"] if length else []), entry.get("query") or default_query(task)]
                 found[", ".join(of)].append((record, settings))
     return found

@@ -154,7 +154,7 @@ PEERS: dict[str, Peer] = {
     "snapkv": Peer(
         what="each head keeps the tokens that the latest queries look at",
         source="SnapKV, arXiv 2404.14469, section 4",
-        simplified=f"{_CHOSEN_AGAIN}, by their queries",
+        simplified=f"{_CHOSEN_AGAIN}, by their queries; a score of each token and head is held, and its bytes counted",
         family=EVICTION,
         build=snapkv_maker,
         edition=2,

@@ -81,8 +81,12 @@ class ChoiceItem(Item):
         return self.metric
 
     @property
-    def num_after(self) -> int:
-        return max(map(len, self.questions)) + max(map(len, self.continuations))
+    def num_asked(self) -> int:
+        return max(map(len, self.questions))
+
+    @property
+    def num_answered(self) -> int:
+        return max(map(len, self.continuations))
 
     @property
     def effort(self) -> int:
@@ -265,6 +269,7 @@ def choice_items(
     found = read_choices(name, path, labels)
     random.Random(f"{seed}:{name}").shuffle(found)
     left = len(found) - shots
+    require(left >= 1, "shots", shots, f"below {len(found)}, the rows of `{path}`, of which one at least is asked")
     count = left if count is None else count
     require(1 <= count <= left, "items", count, f"at most {left}, which `{path}` has besides the `shots`")
     examples, asked = found[:shots], found[shots : shots + count]

@@ -69,8 +69,13 @@ class Item(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def num_after(self) -> int:
-        """Tokens that a cache may hold after the context: those of the question and of the answer."""
+    def num_asked(self) -> int:
+        """Tokens of the question."""
+
+    @property
+    @abc.abstractmethod
+    def num_answered(self) -> int:
+        """Tokens of the answer that a cache may hold."""
 
     @property
     @abc.abstractmethod
@@ -118,8 +123,12 @@ class GenerationItem(Item):
         return self.metric.name
 
     @property
-    def num_after(self) -> int:
-        return len(self.question) + self.max_new_tokens
+    def num_asked(self) -> int:
+        return len(self.question)
+
+    @property
+    def num_answered(self) -> int:
+        return self.max_new_tokens
 
     @property
     def effort(self) -> int:

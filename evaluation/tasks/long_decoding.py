@@ -51,7 +51,11 @@ class LongItem(Item):
         return "equal top-1"
 
     @property
-    def num_after(self) -> int:
+    def num_asked(self) -> int:
+        return 0
+
+    @property
+    def num_answered(self) -> int:
         return len(self.text)
 
     @property

@@ -1,5 +1,7 @@
 """Tasks by their names and settings, as a configuration lists them."""
 
+from dataclasses import MISSING
+
 from lowrank_kv.utils.config import configuration, option, require
 from lowrank_kv.utils.drawing import check_seed, check_temperature
 from lowrank_kv.utils.errors import nearest
@@ -20,6 +22,17 @@ COUNT = 100
 NEW_TOKENS = 2048
 """Of a problem's solution, by default."""
 _NAME = "{task}"
+READ_BY = {
+    "chat": (*ruler.NAMES, *longbench.NAMES, BOXED, LONG),
+    "file": FROM_FILES,
+    "length": WITH_LENGTH,
+    "essay": ruler.NEED_ESSAY,
+    **dict.fromkeys(("labels", "shots"), CHOICE_TASKS),
+    **dict.fromkeys(("facts", "questions"), (LOOKUP,)),
+    "max_new_tokens": (*ruler.NAMES, *longbench.NAMES, BOXED),
+    **dict.fromkeys(("temperature", "edges"), (LONG,)),
+}
+"""Keys that only some tasks read → these tasks."""
 
 
 @configuration
@@ -79,6 +92,11 @@ class TaskConfig:
             known = (*NAMES, *FAMILIES)
             require(name in known, "task", name, f"a task that there is ({nearest(name, known, 'tasks')})")
         require(bool(self.names), "task", self.task, "at least one")
+        for key, readers in READ_BY.items():
+            field, value = self.__dataclass_fields__[key], getattr(self, key)
+            is_given = value != (field.default if field.default_factory is MISSING else field.default_factory())
+            told = f"left out of {', '.join(self.task)}, which {'does' if len(self.task) == 1 else 'do'} not read it"
+            require(not is_given or bool({*self.names} & {*readers}), key, value, told)
         require(bool(self.length) and min(self.length) >= 1, "length", self.length, "at least 1 token")
         for key in ("items", "facts", "questions", "max_new_tokens"):
             value = getattr(self, key)

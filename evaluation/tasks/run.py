@@ -21,6 +21,7 @@ from ojakv import Calibration
 from ..cells import Cell, Cells, Measurer, measured_by
 from ..methods import FULL, Method, MethodConfig, available_methods, methods_of
 from ..output import MakeRecord
+from ..peers.peer import TextLength
 from ..run_setup import MeasuredText, MethodsConfig, cells_in, load_calibration, measured_model, setting_of
 from ..window_cells import at_budget, rounds
 from .building import Task, tasks_of
@@ -162,7 +163,7 @@ def run_tasks(config: TasksConfig, output: Path) -> Iterator[MakeRecord]:
         for part in parts:
             digests = {number: _digest(part.task.items[number]) for number in part.numbers}
             asked = [_asked(part, method, setting, digests, methods, progress, cells) for method in part.methods]
-            makers = {each.method.label: each.method.make(each.share) for each in asked if each.missing}
+            makers = {each.method.label: each.method.maker(each.share) for each in asked if each.missing}
             exact = {method.label for method in part.methods if method.reads_exactly}
             prompts = Prompts(model, makers, exact=exact, step=config.step)
             for each in asked:
@@ -201,24 +202,40 @@ def _asked(
 
 
 class _Methods:
-    """The methods as each task needs them: to meet a budget in bytes they must know how long its texts are."""
+    """The methods as each task needs them: to meet a budget in bytes they must know how long its texts are. All others are
+    made once, for a plan takes seconds to make, and much memory."""
 
     def __init__(self, configs: list[MethodConfig], model: PreTrainedModel, calibration: Calibration | None):
-        self._configs, self._model, self._calibration = configs, model, calibration
-        self._made: dict[tuple[int, int], list[Method]] = {}
+        self._model, self._calibration = model, calibration
+        self._labels = [FULL, *(label for config in configs for label in config.labels)]
+        of_any = [config.without_bytes() for config in configs if config.rates or not config.depends_on_text]
+        self._of_any_text = methods_of(of_any, model, calibration)
+        self._of_texts = [dataclasses.replace(config, rates=[]) for config in configs if config.depends_on_text]
+        self._made: dict[TextLength, list[Method]] = {}
 
     def of(self, task: Task) -> list[Method]:
-        prompt, tokens = text = self.text_of(task)
+        """In the order of the configuration, the uncompressed cache first."""
+        text = self.text_of(task)
         if text not in self._made:
-            self._made[text] = methods_of(self._configs, self._model, self._calibration, prompt=prompt, tokens=tokens)
+            own = methods_of(self._of_texts, self._model, self._calibration, text)
+            by_label = {method.label: method for method in [*own, *self._of_any_text]}
+            self._made[text] = [by_label[label] for label in self._labels]
         return self._made[text]
 
-    def text_of(self, task: Task) -> tuple[int, int]:
-        """Tokens of the prompt, and with those after it, of a mean item; all items count, whatever the run's fraction."""
-        prompts = sum(len(item.context) for item in task.items) / len(task.items)
-        after = sum(item.num_after for item in task.items) / len(task.items)
-        prompt = max(_ROUNDED, _ROUNDED * round(prompts / _ROUNDED))
-        return prompt, prompt + max(_ROUNDED, _ROUNDED * round(after / _ROUNDED))
+    def text_of(self, task: Task) -> TextLength:
+        """A mean item; all items count, whatever the run's fraction. What the compression knows is read as a prompt."""
+        context, asked, answered = (
+            sum(each) / len(task.items)
+            for each in zip(
+                *((len(item.context), item.num_asked, item.num_answered) for item in task.items), strict=True
+            )
+        )
+        known, others = (context + asked, answered) if task.query == AWARE else (context, asked + answered)
+        return TextLength(prompt := _rounded(known), prompt + _rounded(others))
+
+
+def _rounded(tokens: float) -> int:
+    return max(1, round(tokens) if tokens < _ROUNDED else _ROUNDED * round(tokens / _ROUNDED))
 
 
 def _parts(tasks: Sequence[Task], counts: Mapping[str, int], methods: _Methods) -> Iterator[_Part]:

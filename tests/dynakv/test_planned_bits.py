@@ -124,3 +124,9 @@ def test_a_plan_is_the_same_until_something_changes():
     assert planned_bits.plan is not before
     assert planned_bits.plan.plans is before.plans
     assert torch.equal(before.bounds_K + 1, planned_bits.plan.bounds_K), "what a cache was made with stays"
+
+
+def test_a_class_that_has_16_bits_alone_is_where_its_gate_is():
+    """Codebooks, which otherwise say where, it has none."""
+    gate = PlannedBits(8).to("meta")
+    assert gate._plan_of([16] * 8).byte_R.device == gate._plan_of([16] * 4 + [4] * 4).byte_R.device == gate.bits.device

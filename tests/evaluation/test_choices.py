@@ -204,6 +204,8 @@ def test_questions_about_the_same_are_drawn_together(written, name, rows, cluste
 def test_too_few_rows_are_refused(written):
     with pytest.raises(UserError, match="`items` must be at most 5, which .* has besides the `shots`; got 6"):
         choice_items("piqa", byte_tokenizer(), written(*rows(8)), shots=3, count=6, seed=0)
+    with pytest.raises(UserError, match="`shots` must be below 8, the rows of .*; got 16"):
+        choice_items("piqa", byte_tokenizer(), written(*rows(8)), shots=16, count=None, seed=0)
 
 
 def test_lookup_asks_for_facts_that_stand_twice_in_its_list():

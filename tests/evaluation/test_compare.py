@@ -310,6 +310,8 @@ def test_a_comparison_that_ends_early_leaves_what_it_measured(mistake, written, 
         ),
         ({"methods": [{"preset": "ojakv-pf", "rates": [0.3]}], "prefix": 0}, "`methods` must be without exact prompts"),
         ({"methods": [{"peer": "quanto-int4"}], "prefix": 0}, "`methods` must be without exact prompts"),
+        ({"methods": [{"peer": "snapkv"}]}, "`bytes` must be given of `snapkv`, or `bytes_of`"),
+        ({"methods": [{"preset": "ojakv"}]}, "`rates` must be given of `ojakv`, or `bytes`, or `bytes_of`"),
         ({"methods": [{"preset": "ojakv", "bytes_of": "x"}]}, "`bytes_of` must be a method's label; got 'x'"),
         ({"methods": [{"preset": "ojakv", "rates": [0.3]}] * 2}, "two methods are called `ojakv 0.3`"),
         ({"methods": []}, "`methods` must be at least one"),
@@ -345,6 +347,11 @@ def test_bytes_that_are_taken_are_not_passed_on():
         build(CompareConfig, values)
     methods[2]["bytes_of"] = "streaming-llm at 0.5"
     build(CompareConfig, values)
+    methods[2]["bytes_of"] = "streaming-llm at 0.4"
+    with pytest.raises(
+        UserError, match="`bytes_of` must be a method's label; got 'streaming-llm at 0.4'; did you mean"
+    ):
+        build(CompareConfig, values)
 
 
 def test_ranks_by_energy_have_no_budget(model, calibration):
@@ -354,7 +361,7 @@ def test_ranks_by_energy_have_no_budget(model, calibration):
     with pytest.raises(UserError, match="`bytes` must be left out where the method has bytes of its own"):
         MethodConfig(preset="static-joint-pf", bytes=[0.5], settings=settings)
     config = MethodConfig(preset="static-joint-pf", settings=settings)
-    _, method = methods_of([config], model, calibration, prompt=64, tokens=128)
+    _, method = methods_of([config], model, calibration)
     assert method.label == "static-joint-pf ranks=energy energy=0.9"
     assert method.make(None)().get_seq_length() == 0
 

@@ -46,6 +46,11 @@ def test_an_error_of_the_harness_behind_its_arguments_keeps_its_traceback(monkey
             {"pretrained": "MODEL", "preset": "static-joint-pf", "rates": 0.5},
             "`bases` must be given: `static-joint-pf`",
         ),
+        ({"pretrained": "MODEL", "bases": "x"}, "`bases` must be given with a `preset` or a `peer`: .*; got 'x'"),
+        (
+            {"model": "x", "tokenizer": "x", "make_cache": "x", "bases": "x"},
+            "`bases` is a key beside `pretrained` only",
+        ),
         ({"pretrained": "MODEL", "preset": "magic", "rates": 0.5}, "`preset` must be .*; got 'magic'"),
         ({"pretrained": "MODEL", "peer": "snapkv", "bytes": [0.3, 0.5]}, "`rates` must be one"),
     ],

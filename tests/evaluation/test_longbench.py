@@ -134,6 +134,8 @@ def test_a_row_becomes_a_context_and_a_question(written):
     [
         ("musique", {"answers": "blue"}, "row 1 has 'blue' as `answers`, which must be a list of texts"),
         ("musique", {"input": None}, "row 1 has None as `input`, which must be a text"),
+        ("trec", {}, "row 1 has None as `all_classes`, which must be a list of texts"),
+        ("trec", {"all_classes": "blue navy"}, "row 1 has 'blue navy' as `all_classes`, which must be a list of texts"),
         ("passage_retrieval_en", {}, r"row 1 has the answers \['blue', 'navy'\], which do not all name a paragraph"),
     ],
 )

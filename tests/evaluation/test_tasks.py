@@ -13,6 +13,7 @@ from evaluation.cells import CELLS
 from evaluation.reading import full_cache
 from evaluation.tasks.item import prompt_pieces
 from evaluation.tasks.long_decoding import TEXTS
+from evaluation.tasks.lookup import lookup_items
 from evaluation.tasks.prompts import Prompts
 from evaluation.tasks.rows import markdown
 from evaluation.tasks.run import TasksConfig, run_tasks
@@ -21,6 +22,7 @@ from lowrank_kv.hf.loading import load_model
 from lowrank_kv.utils import run_record
 from lowrank_kv.utils.config import build
 from lowrank_kv.utils.errors import UserError
+from ojakv import make_plan
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +163,34 @@ def test_budgets_are_met_and_a_method_may_take_anothers_bytes(values, tmp_path):
     taken = rows["static-joint-pf cache_dtype=int8 at the bytes of rotated-int4"]["rate"]
     assert taken == pytest.approx(rows["rotated-int4"]["rate"], abs=0.03)
     assert rows["snapkv at 0.6"]["rate"] == pytest.approx(0.6, abs=0.06)
+
+
+def test_a_plan_of_a_rate_is_made_once_and_a_budget_s_for_each_length(values, tmp_path, monkeypatch):
+    made = []
+
+    def noted(*given):
+        made.append(given[1].rate)
+        return make_plan(*given)
+
+    monkeypatch.setattr("evaluation.methods.make_plan", noted)
+    methods = [{"preset": "static-joint-pf", "rates": [0.5], "bytes": [0.6]}, {"preset": "subspace-g", "rates": [0.25]}]
+    tasks = [{"task": "lookup", "items": 2, "facts": 3}, {"task": "niah_single_1", "items": 1, "length": [700, 1100]}]
+    record = last(values | {"methods": methods, "tasks": tasks}, tmp_path / "out")
+    assert sorted(made) == [0.25, 0.5]
+    labels = [row["method"] for row in record["rows"] if row["dataset"] == "lookup"]
+    assert labels == ["full", "static-joint-pf 0.5", "static-joint-pf at 0.6", "subspace-g 0.25"]
+    lengths = {tuple(cell["of"]["text"]) for cell in cells(tmp_path / "out") if "bytes" in cell["of"]}
+    assert len(lengths) == 3
+
+
+@pytest.mark.parametrize(("query", "known"), [("agnostic", 0), ("aware", 1)])
+def test_a_budget_is_met_behind_what_is_read_as_a_prompt(values, tmp_path, query, known):
+    methods, tasks = [{"peer": "snapkv", "bytes": [0.6]}], [{"task": "lookup", "items": 1, "facts": 3, "query": query}]
+    last(values | {"methods": methods, "tasks": tasks}, tmp_path / "out")
+    [lengths] = {tuple(cell["of"]["text"]) for cell in cells(tmp_path / "out") if "bytes" in cell["of"]}
+    [item] = lookup_items(byte_tokenizer(), count=1, facts=3, questions=1, seed=42)
+    assert item.num_asked > 8
+    assert lengths[0] == pytest.approx(len(item.context) + known * item.num_asked, abs=32)
 
 
 @pytest.mark.parametrize("query", ["agnostic", "aware"])
@@ -346,7 +376,7 @@ def test_generation_stops_where_an_answer_is_settled_or_ends():
         ({"tasks": [{"task": "lookup", "items": 0}]}, "`.*items` must be at least 1"),
         ({"tasks": [{"task": "lookup", "seed": 10**20}]}, "`.*seed` must be at least 0 and below 2³¹"),
         (
-            {"tasks": [{"task": "lookup", "temperature": 1e-40}]},
+            {"tasks": [{"task": "long_decoding", "file": "x", "temperature": 1e-40}]},
             "`.*temperature` must be at least 1e-06 and finite; 0 takes the likeliest tokens",
         ),
         (
@@ -367,6 +397,15 @@ def test_generation_stops_where_an_answer_is_settled_or_ends():
         ({"tasks": [{"task": "lookup", "facts": 60}]}, "`tasks.lookup` is .* tokens, but this model has 2048"),
         ({"tasks": [{"task": "boxed", "file": "x", "query": "agnostic"}]}, "`.*query` must be `aware` for `boxed`"),
         ({"tasks": [{"task": "lookup", "query": "both"}]}, "`.*query` must be one of agnostic, aware"),
+        (
+            {"tasks": [{"task": "lookup", "length": [1024]}]},
+            r"`.*length` must be left out of lookup, which does not read it; got \[1024\]",
+        ),
+        (
+            {"tasks": [{"task": ["niah_single_1", "niah_multivalue"], "facts": 7}]},
+            "`.*facts` must be left out of niah_single_1, niah_multivalue, which do not read it; got 7",
+        ),
+        ({"methods": [{"peer": "palu-j", "bytes": [0.01]}]}, "`palu-j at 0.01`: `share` 0.01 leaves no byte"),
         ({"fraction": 0}, r"`fraction` must be in \(0, 1\]"),
         ({"methods": []}, "`methods` must be at least one"),
         ({"bases": None}, "`bases` must be given where there are presets"),

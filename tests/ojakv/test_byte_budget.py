@@ -82,6 +82,14 @@ def test_shapes_say_the_bytes_of_a_plan(calibration, layout, cache_dtype, compre
         assert planned_nbytes(shapes, **text) == planned_nbytes(plan, **text)
 
 
+@pytest.mark.parametrize("preset", ["static-pca", "static-joint-pf", "static-mixed"])
+def test_a_budget_beyond_what_a_cache_can_take_keeps_everything(model, calibration, preset):
+    cache = OjaKVCache.from_model(model, OjaKVConfig.preset(preset), bases=calibration, budget="100 KB/token")
+    whole = OjaKVCache.from_model(model, OjaKVConfig.preset(preset, rate=1.0), bases=calibration)
+    assert cache.compressed_layers()[0].plan.config.rate == 1
+    assert held(model, cache) == held(model, whole)
+
+
 def test_a_budget_that_no_rate_keeps_is_refused(model, calibration):
     for preset, budget, message in (
         (

@@ -14,7 +14,7 @@ from lowrank_kv.utils.config import require
 from ..item import GenerationItem, prompt_pieces
 from ..jsonl import first_rows
 from .datasets import DATASETS
-from .metrics import LongBenchMetric, is_reference
+from .metrics import CLASSES, LongBenchMetric, is_reference
 
 NAMES = tuple(DATASETS)
 
@@ -53,6 +53,8 @@ def longbench_items(
         text, references = row.text("context"), row.texts("answers")
         if not all(map(is_reference(dataset.metric), references)):
             raise row.error(f"has the answers {references!r}, which do not all name a paragraph")
+        # Only where they are asked for: the rows of other data sets have none.
+        classes = row.texts("all_classes") if dataset.metric == CLASSES else []
         context, question = prompt_pieces(tokenizer, before + text, question, chat=chat and dataset.chat)
         context, question = without_middle(context, question, max_length - new_tokens)
         items.append(
@@ -62,7 +64,7 @@ def longbench_items(
                 question=question,
                 references=tuple(references),
                 max_new_tokens=new_tokens,
-                metric=LongBenchMetric(dataset.metric, dataset.first_line, tuple(row.values.get("all_classes") or ())),
+                metric=LongBenchMetric(dataset.metric, dataset.first_line, tuple(classes)),
                 tokenizer=tokenizer,
             )
         )

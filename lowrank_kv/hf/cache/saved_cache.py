@@ -27,7 +27,7 @@ from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
 from lowrank_kv.hf.cache.shared_marks import agree, shared_and_marks
 from lowrank_kv.hf.cache.state_graph import StateReader, StateWriter, dtype_named
 from lowrank_kv.hf.default_cache import new_default_cache
-from lowrank_kv.hf.geometry import attention_modules, device_of_module, geometry_of
+from lowrank_kv.hf.geometry import attention_modules, check_not_offloaded, device_of_module, geometry_of
 from lowrank_kv.hf.rope import RopeHistory
 from lowrank_kv.utils.atomic_write import write_bytes
 from lowrank_kv.utils.config import check_entries, require
@@ -181,6 +181,8 @@ def _check(model: PreTrainedModel, cache: LowRankCache, name: str) -> None:
     modules = attention_modules(model)
     for index, layer in zip(cache.geometry.layers, cache.compressed_layers(), strict=True):
         layer.check_owner(getattr(modules[index], PREPARED).identity)
+    for name, tensor in model.state_dict().items():  # all of them say what the file is of
+        check_not_offloaded(tensor.device, f"`{name}`")
     devices = sorted(map(str, _devices(model)))
     require(len(devices) == 1, "model", ", ".join(devices), "on one device, to save or load a cache")
 

@@ -62,8 +62,12 @@ def test_an_offloaded_model_is_neither_calibrated_nor_given_a_compressor(ids, tm
     assert torch.equal(model.generate(ids, **OPTIONS), tiny_model().generate(ids, **OPTIONS))
 
 
-def test_a_preset_serves_a_model_that_is_offloaded(ids):
+def test_a_preset_serves_a_model_that_is_offloaded_and_saves_no_cache_of_it(ids, tmp_path):
     model = tiny_model()
     lowrank_kv.compress(model, "ojakv-joint", bases=calibration_of(model), rate=0.5)
     expected = model.generate(ids, **OPTIONS)
-    assert torch.equal(offloaded(model).generate(ids, **OPTIONS), expected)
+    model = offloaded(model)
+    found = model.generate(ids, **OPTIONS, return_dict_in_generate=True)
+    assert torch.equal(found.sequences, expected)
+    with pytest.raises(UserError, match=f"`model.embed_tokens.weight` {OFFLOADED}"):
+        lowrank_kv.save_cache(model, found.past_key_values, tmp_path / "cache")

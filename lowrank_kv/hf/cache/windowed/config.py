@@ -35,7 +35,12 @@ class WindowedConfig:
     keep_prompt_full_rank: bool = option(
         False, help="keep all of a prompt at full rank, compress only what is generated"
     )
-    min_length: int = option(0, help="a sequence shorter than this is not compressed", unit="tokens")
+    min_length: int = option(
+        0,
+        help="a sequence shorter than this is not compressed, and of a prompt that was, nothing is evicted or kept at full "
+        "rank later",
+        unit="tokens",
+    )
 
     # what each sequence has of its own
     own_directions: int = option(
