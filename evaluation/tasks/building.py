@@ -66,8 +66,7 @@ def tasks_of(
         require(task.together not in labels, "together", task.together, "another name than a task's")
         kinds = {(other.metric, other.query) for other in found if task.together == other.together is not None}
         require(len(kinds) < 2, "together", task.together, "of tasks with one metric and one `query`")
-        longest = max(len(item.context) + item.num_asked + item.num_answered for item in task.items)
-        check_length(model, longest, f"tasks.{task.label}")
+        check_length(model, max(len(item.context) + item.num_after for item in task.items), f"tasks.{task.label}")
     return found
 
 

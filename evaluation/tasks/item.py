@@ -78,6 +78,11 @@ class Item(abc.ABC):
         """Tokens of the answer that a cache may hold."""
 
     @property
+    def num_after(self) -> int:
+        """All tokens that a cache may hold behind the context."""
+        return self.num_asked + self.num_answered
+
+    @property
     @abc.abstractmethod
     def effort(self) -> int:
         """How long an answer takes after the context, roughly, as that many tokens of a prompt."""
