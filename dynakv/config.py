@@ -101,6 +101,11 @@ class DynaKVConfig:
         help="fewest tokens, compressed together as a sequence's first, in which own directions are found",
         unit="tokens",
     )
+    staggered: bool = option(
+        True,
+        help="with `rank_policy: plan`: layers of a cache compress the tokens that wait one after the other, not all in the "
+        "call of the same token. In a pass without a cache all do so together, and a token is exact as long on average",
+    )
     eviction: Eviction = section(Eviction)
     exact_tokens: ExactTokens = section(ExactTokens)
 
@@ -160,6 +165,12 @@ class DynaKVConfig:
             to_dict(self.exact_tokens),
             "left out where `rank_policy` is not plan: a ragged cache keeps no token at full rank",
         )
+        require(
+            self.has_plan or self.staggered,
+            "staggered",
+            self.staggered,
+            f"left out where `rank_policy` is {self.rank_policy}: no token waits",
+        )
         require(self.own_directions_from >= 1, "own_directions_from", self.own_directions_from, "at least 1")
         require(self.own_directions >= 0, "own_directions", self.own_directions, "zero or positive")
         require(
@@ -203,7 +214,7 @@ class DynaKVConfig:
         """How a plan of bits is served."""
         return WindowedConfig(
             **to_dict(self.exact_tokens),
-            staggered=False,  # all layers read what a training pass lets them read
+            staggered=self.staggered,
             own_directions=self.own_directions,
             own_directions_from=self.own_directions_from,
             joint_layers=self.joint_layers,

@@ -128,7 +128,7 @@ def planned_model(
         prefill="exact",
         token_classes=token_classes,
         exact_tokens={"num_sink_tokens": num_sink_tokens, "recent_window": 3, "update_period": 4},
-        **more,
+        **{"staggered": False, **more},  # as a pass without a cache
     )
     seen = words if settings.own_directions and rate < 1 else None
     joint = {"joint_layers": settings.joint_layers} if settings.joint_layers else {}

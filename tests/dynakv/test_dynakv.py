@@ -114,28 +114,6 @@ def test_a_new_cache_follows_parameters_that_were_written_past_their_versions(ma
     assert not torch.equal(last_logits(), before), "the same numbers in another order"
 
 
-@torch.no_grad()
-def test_a_new_cache_follows_the_start_and_what_own_directions_are_weighed_by():
-    """All that an exported compressor has is in buffers."""
-    model, ids = tiny_model(), torch.randint(1, 97, (1, 160), generator=torch.Generator().manual_seed(4))
-    planned_model(model, 0.3, own_directions=4, own_directions_from=16)
-
-    def last_logits():
-        cache = model(ids[:, :150], use_cache=True).past_key_values
-        return model(ids[:, 150:], past_key_values=cache).logits
-
-    found = [last_logits()]
-    for compressor in dynakv.token_compressors(model):
-        compressor.gate.importance.copy_(compressor.gate.importance.flip(0))
-    found.append(last_logits())
-    for compressor in dynakv.token_compressors(model):
-        compressor.projection.start.copy_(compressor.projection.start.flip(1))  # other coefficients are kept
-        compressor.projection.start_inverse.copy_(compressor.projection.start_inverse.flip(0))
-    found.append(last_logits())
-    assert not torch.equal(found[0], found[1])
-    assert not torch.equal(found[1], found[2])
-
-
 @pytest.mark.parametrize(("value", "what"), [(0.0, "condition number"), (float("nan"), "NaN")])
 def test_a_projection_that_cannot_be_inverted_names_the_layer(value, what):
     projection = Projection(4, decoder="exact", name="layer 7 values")
