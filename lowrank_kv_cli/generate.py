@@ -26,6 +26,7 @@ from lowrank_kv.hf.loading import (
     check_length,
     device_of,
     dtype_for,
+    hub_id_or_directory,
     load_model,
     load_tokenizer,
 )
@@ -145,17 +146,20 @@ def load(arguments: argparse.Namespace):
                 f"`--bases` must be a directory that `lowrank-kv calibrate` wrote, got `{arguments.bases}`; a trained "
                 f"compressor is given as `--checkpoint`"
             )
-        # A mistake is found before minutes of loading.
-        bases = Calibration.load(arguments.bases)
-        preset = arguments.preset or preset_for(bases)
+        # Mistakes are found before minutes of loading, and those in words before the files are read.
+        preset = arguments.preset
+        if preset is not None:
+            OjaKVConfig.preset(preset, rate=arguments.rate, **settings)
+        name, bases = hub_id_or_directory(arguments.model), Calibration.load(arguments.bases)
+        preset = preset or preset_for(bases)
         config = OjaKVConfig.preset(preset, rate=arguments.rate, **settings)
-        model = load_model(arguments.model, **loading)
+        model = load_model(name, **loading)
         for own in (model.config.get_text_config(decoder=True), model.generation_config):
             own.use_cache = True  # whatever the model's own settings say: `generate()` is told so, too
         lowrank_kv.compress(model, preset, bases=bases, rate=arguments.rate, **settings)
         of = "a token's bytes in 16 bits" if config.has_plan else "the coefficients"
         kept = f"energy {config.energy:g}" if config.ranks == "energy" else f"rate {config.rate:g} of {of}"
-        return model, load_tokenizer(arguments.model), f"preset {preset}, {kept}"
+        return model, load_tokenizer(name), f"preset {preset}, {kept}"
     for name in ("preset", "rate"):
         if getattr(arguments, name) is not None:
             raise UserError(f"`--{name}` is of bases: give `--bases` in place of `--checkpoint`, or leave it out")
