@@ -311,11 +311,8 @@ class OjaKVConfig(WindowedConfig):
         """Raise :class:`UserError` where a setting was changed that another one leaves without an effect."""
         for key in changed:
             for keys, others, has_effect in _EFFECTS:
+                if key not in keys:
+                    continue
                 values = [operator.attrgetter(other)(self) for other in others]
                 told = " and ".join(f"`{other}: {value}`" for other, value in zip(others, values, strict=True))
-                require(
-                    key not in keys or has_effect(*values),
-                    key,
-                    getattr(self, key),
-                    f"left out with {told}, where it changes nothing",
-                )
+                require(has_effect(*values), key, getattr(self, key), f"left out with {told}, where it changes nothing")

@@ -15,7 +15,7 @@ from dynakv.training_config import TrainConfig
 from evaluation import side_by_side, window_cells
 from evaluation.cells import CELLS
 from evaluation.compare import CompareConfig, compare
-from evaluation.methods import MethodConfig, available_methods, methods_of
+from evaluation.methods import MethodConfig, methods_of
 from evaluation.shared_prompt import read_prompt_once
 from evaluation.side_by_side import read_side_by_side
 from lowrank_kv.calibration.calibration import Calibration
@@ -333,26 +333,6 @@ def test_a_mistake_ends_in_one_paragraph(mistake, written, tmp_path):
     assert "`dtype` must be one of" in mistake(*command)
 
 
-def test_bytes_that_are_taken_are_not_passed_on():
-    """Refused as the configuration is read: the model is not there."""
-    methods = [
-        {"peer": "streaming-llm", "bytes": [0.5]},
-        {"peer": "keydiff", "label": "a", "bytes_of": "streaming-llm at 0.5"},
-        {"peer": "snapkv", "bytes_of": "a at the bytes of streaming-llm at 0.5"},
-    ]
-    values = {"model": "nowhere", "texts": [{"label": "t", "name": "t.txt"}], "methods": methods}
-    message = "`bytes_of` must be a row whose bytes are its own; got 'a at the bytes of streaming-llm at 0.5', .*: give"
-    with pytest.raises(UserError, match=f"{message} 'streaming-llm at 0.5'"):
-        build(CompareConfig, values)
-    methods[2]["bytes_of"] = "streaming-llm at 0.5"
-    build(CompareConfig, values)
-    methods[2]["bytes_of"] = "streaming-llm at 0.4"
-    with pytest.raises(
-        UserError, match="`bytes_of` must be a method's label; got 'streaming-llm at 0.4'; did you mean"
-    ):
-        build(CompareConfig, values)
-
-
 def test_ranks_by_energy_have_no_budget(model, calibration):
     settings = {"ranks": "energy", "energy": 0.9}
     with pytest.raises(UserError, match="`rates` must be left out with `ranks: energy`"):
@@ -363,19 +343,6 @@ def test_ranks_by_energy_have_no_budget(model, calibration):
     _, method = methods_of([config], model, calibration)
     assert method.label == "static-joint-pf ranks=energy energy=0.9"
     assert method.make(None)().get_seq_length() == 0
-
-
-def test_who_takes_the_bytes_of_a_missing_checkpoint_is_left_out_too(capsys):
-    missing = MethodConfig(checkpoint="/nowhere", label="learned", optional=True)
-    alone = MethodConfig(preset="static-joint-pf", bytes_of="learned")
-    beside = MethodConfig(preset="ojakv-joint", bytes=[0.5], bytes_of="learned")
-    for order in ([missing, alone, beside], [beside, alone, missing]):
-        [kept] = available_methods(order)
-        assert (kept.name, kept.bytes, kept.bytes_of) == ("ojakv-joint", [0.5], None)
-        assert "leaving out `static-joint-pf`: it takes the bytes of `learned`" in capsys.readouterr().out
-    message = "none of the checkpoints is there: /nowhere; train one of them, or give others"
-    with pytest.raises(UserError, match=message):
-        available_methods([missing, alone])
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("compare-*.yaml")), ids=lambda path: path.stem)

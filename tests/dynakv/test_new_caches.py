@@ -1,12 +1,37 @@
-"""Caches of learned plans: what they follow, and when their layers compress."""
+"""Caches of compressors: what of these a new one follows, and when the layers of a learned plan compress."""
 
 import pytest
 import torch
-from methods import planned_model, tiny_model
+from methods import dynakv_model, planned_model, tiny_model
 
 import dynakv
 from dynakv.config import DynaKVConfig
 from lowrank_kv.utils.errors import UserError
+
+
+@pytest.mark.parametrize("make", [dynakv_model, planned_model], ids=["gates", "plan"])
+@torch.no_grad()
+def test_a_new_cache_follows_parameters_that_were_written_past_their_versions(make):
+    """As averages of weights are, by `parameter.data`."""
+    model, ids = tiny_model(), torch.randint(1, 97, (1, 40), generator=torch.Generator().manual_seed(4))
+    make(model, 0.5)
+
+    def last_logits():
+        cache = model(ids[:, :30], use_cache=True).past_key_values
+        return model(ids[:, 30:], past_key_values=cache).logits
+
+    before = last_logits()
+    projections = [compressor.projection for compressor in dynakv.token_compressors(model)]
+    kept = [projection.weight.clone() for projection in projections]
+    for projection in projections:
+        projection.weight.data += 0.05 * torch.randn_like(projection.weight)
+    assert not torch.equal(last_logits(), before)
+    for projection, weight in zip(projections, kept, strict=True):
+        projection.weight.data.copy_(weight)
+    assert torch.equal(last_logits(), before)
+    for projection, weight in zip(projections, kept, strict=True):
+        projection.weight.data.copy_(weight.T)
+    assert not torch.equal(last_logits(), before), "the same numbers in another order"
 
 
 @torch.no_grad()
