@@ -1,15 +1,15 @@
 """Record to the bit what the package computes, and compare recordings.
 
-    python tests/golden/record.py --output tests/golden/baseline-avx512.json # tiny models
-    python tests/golden/record.py --demo --output tests/golden/demo.json     # the demo model
-    python tests/golden/record.py --add tests/golden/baseline-avx512.json    # labels that are not there yet, no others
-    python tests/golden/record.py --compare A.json B.json                    # labels that differ; status 1 if any does
+    python tests/golden/record.py --output tests/golden/baseline-amd-avx512.json  # tiny models
+    python tests/golden/record.py --demo --output tests/golden/demo-amd-avx512.json  # the demo model
+    python tests/golden/record.py --add tests/golden/baseline-amd-avx512.json  # labels that are not there yet, no others
+    python tests/golden/record.py --compare A.json B.json  # labels that differ; status 1 if any does
 
 What is recorded is this checkout, wherever the package is installed from. A file is the same, byte for byte, whenever one
 commit is recorded on one machine. `test_golden.py` compares with the files here, which are recorded again only where results
-are meant to change; a new row of `tests/methods.py` or `tests/families.py` is added with its commit, to each on a processor
-of its kind. Where no processor of a kind is at hand, its labels whose results were meant to change are deleted, and `--add`
-gets them on the next one.
+are meant to change; a new row of `tests/methods.py` or `tests/families.py` is added with its commit, to each on the machine
+that its header names. Where that is not at hand, labels whose results were meant to change are deleted, and `--add` gets
+them when it is.
 """
 
 import argparse
@@ -47,6 +47,10 @@ def main() -> int:
     entries = {label: entry for group in (DEMO if arguments.demo else TINY) for label, entry in record(group).items()}
     if arguments.add:
         before = read(arguments.add)
+        if before.machine != machine():
+            parser.error(
+                f"`--add` {arguments.add} is of {before.machine}, and this is {machine()}; `--output` a new file"
+            )
         write(arguments.add, Recording(before.machine, before.commit, {**entries, **before.entries}))
     else:
         write(arguments.output, Recording(machine(), commit(), entries))

@@ -48,6 +48,12 @@ def machine() -> dict[str, str]:
     }
 
 
+def kind(machine: dict[str, str]) -> str:
+    """Of which processors one recording is compared: torch and its libraries compute by the maker and by the vectors."""
+    maker = machine["cpu"].partition(" ")[0].removesuffix("(R)")
+    return f"{maker} {machine['cpu_capability']}"
+
+
 def commit() -> str:
     return _first_line(["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"])
 

@@ -21,6 +21,12 @@
 #include "scratch.h"
 #include "store.h"
 #include "task.h"
+#include "tiles.h"
+
+#if HAS_TILES
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 /* Whether keys are rebuilt in registers. */
 static inline int rebuilds_in_registers(const struct task *task) {
@@ -50,7 +56,7 @@ static void score_part(const struct task *task, int64_t part, struct rows rows, 
         float *key = scratch->key + kv_head % together * depth, *found = score + kv_head * sharing;
         if (rebuilds_in_registers(task)) {
             const struct rebuilt keys = {rows.start, decoder + kv_head * depth, task->cos, task->sin, place,
-                                         rows.stride, stride, rank, depth, task->pairs, 0};
+                                         rows.stride, stride, rank, depth, task->pairs, 0, NULL, NULL};
             rebuilt_scores(&keys, count, sharing, own, scratch->key, found, lanes, &scratch->ahead);
             continue;
         }
@@ -153,6 +159,19 @@ static inline void by_class(const struct store *store, const struct share *share
 
 int64_t lanes(void) { return LANES; }
 
+int uses_tiles = 0;
+
+/* From now on multiplies pairs in tile registers, if that is wanted and the system gives them; whether it does. */
+int use_tiles(int wanted) {
+#if HAS_TILES
+    const long ask = 0x1023, tile_data = 18; /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA */
+    uses_tiles = wanted && !syscall(SYS_arch_prctl, ask, tile_data);
+#else
+    (void)wanted;
+#endif
+    return uses_tiles;
+}
+
 /* Whether keys of so many dims, turned in so many pairs, may be rebuilt from pairs. */
 int multiplies_pairs(int64_t depth, int64_t pairs) { return HAS_PAIRS && 2 * pairs == depth && depth % (2 * STEP) == 0; }
 
@@ -250,6 +269,9 @@ static void run(const struct task *tasks, int count, struct scratch *all) {
             if (task + 1 < tasks + count) prefetch_share(task + 1, thread, (end - first) / (2 * BLOCK) + 1, scratch);
             serve(tasks, count, task, first, end, scratch);
         }
+#if HAS_TILES
+        release_tiles(&scratch->tiling);
+#endif
     }
 }
 
@@ -291,7 +313,9 @@ int attend(const struct task *tasks, int count) {
     }
     const int64_t partial = partial_size(BLOCK, head_dim, heads / tasks->num_kv_heads);
     const int64_t key = BLOCK * width > partial ? BLOCK * width : partial;
-    const int64_t size = padded(BLOCK * (rank + lanes) + key + latents + (3 + STRETCH) * lanes + nodes);
+    const int64_t in_tiles = lanes * PAIRS_AT_ONCE > BLOCK * head_dim ? lanes * PAIRS_AT_ONCE : BLOCK * head_dim;
+    const int64_t of_tiles = uses_tiles ? in_tiles : 0;
+    const int64_t size = padded(BLOCK * (rank + lanes) + key + of_tiles + latents + (3 + STRETCH) * lanes + nodes);
     float *memory = aligned_alloc(64, ((threads * size + heads * head_dim) * sizeof(float) + 63) / 64 * 64);
     struct scratch *all = malloc(threads * sizeof(struct scratch));
     struct share *shares = malloc((threads * 4 * buckets + 1) * sizeof(struct share));
@@ -305,7 +329,9 @@ int attend(const struct task *tasks, int count) {
         struct scratch *scratch = all + thread;
         scratch->coef = memory + thread * size;
         scratch->key = scratch->coef + BLOCK * rank;
-        scratch->score = scratch->key + key;
+        scratch->of_tiles = scratch->key + key;
+        scratch->score = scratch->of_tiles + of_tiles;
+        scratch->tiling = (struct tiling){0};
         scratch->largest = scratch->score + BLOCK * lanes;
         scratch->scaled = scratch->largest + lanes;
         scratch->sum = scratch->scaled + lanes;

@@ -91,6 +91,8 @@ def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     kernels.read_pages.argtypes = [address, number, address, number, number, address]
     kernels.attend_pages.argtypes = [address, address]
     kernels.serve_pages.argtypes, kernels.serve_pages.restype = [address] * 3, number
+    kernels.use_tiles.argtypes = [ctypes.c_int]
+    kernels.use_tiles(1)
     return kernels
 
 

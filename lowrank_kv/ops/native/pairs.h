@@ -27,16 +27,36 @@ static void score_pairs(const struct task *task, const struct alike *tokens, con
         const float *decoder = task->decoder + kv_head * task->depth, *query = task->query + kv_head * sharing * task->depth;
         float *found = scratch->score + kv_head * sharing;
         const struct rebuilt keys = {scratch->coef, decoder, task->cos, task->sin, scratch->place, stride, task->decoder_stride,
-                                     (rank + 1) / 2, task->depth, pairs, 1};
+                                     (rank + 1) / 2, task->depth, pairs, 1, uses_tiles ? scratch->of_tiles : NULL, &scratch->tiling};
         if (fits_registers(task->depth, sharing))
             rebuilt_scores(&keys, tokens->count, sharing, query, scratch->key, found, lanes, &scratch->ahead);
         else
             stored_scores(&keys, tokens->count, sharing, query, scratch->key, found, lanes);
     }
     if (nodes)
-        add_slow_scores(task, tokens->slot, tokens->count, scratch->coef, stride, rank, nodes, scratch->score);
+        add_slow_scores(task, tokens->slot, tokens->count, scratch->coef, stride, rank, nodes, &scratch->tiling, scratch->score);
     keep_scaled(task, tokens, scratch);
 }
+
+#if HAS_TILES
+/* Adds the coefficients of pairs of tokens, weighted by `score`, to `latent`: the weights of one query have to be in a row. */
+static void add_in_tiles(const struct task *task, int64_t pairs, int64_t rank, struct scratch *scratch) {
+    const int64_t lanes = task->lanes, stride = padded(task->values->rank);
+    for (int64_t m = 0; m < lanes; m += LANES)
+        for (int64_t first = 0; first < pairs; first += LANES) {
+            vector weights[LANES] = {{0}};
+            for (int64_t i = 0; i < LANES && first + i < pairs; i++)
+                weights[i] = *(const vector *)(scratch->score + (first + i) * lanes + m);
+            transpose(weights);
+            for (int64_t i = 0; i < LANES; i++) *(vector *)(scratch->of_tiles + (m + i) * PAIRS_AT_ONCE + first) = weights[i];
+        }
+    for (int64_t head = 0; head < task->heads; head += MOST_ROWS) {
+        const int64_t left = task->heads - head, rows = left < MOST_ROWS ? left : MOST_ROWS;
+        product_in_tiles(rows, padded(rank), pairs, scratch->of_tiles + head * PAIRS_AT_ONCE, PAIRS_AT_ONCE, scratch->coef,
+                         in_blocks(rank), scratch->latent + head * stride, stride, 1, &scratch->tiling);
+    }
+}
+#endif
 
 /* Adds the weights of at most 2 · BLOCK tokens to `sum`, and their weighted coefficients to `latent`. */
 static void weigh_pairs(const struct task *task, const struct alike *tokens, struct scratch *scratch) {
@@ -51,6 +71,12 @@ static void weigh_pairs(const struct task *task, const struct alike *tokens, str
         }
     }
     read_rows_in_twos(tokens->plan, tokens->row, count, tokens->row_bytes, rank, (uint16_t *)scratch->coef);
+#if HAS_TILES
+    if (uses_tiles) {
+        add_in_tiles(task, (count + 1) / 2, rank, scratch);
+        return;
+    }
+#endif
     product_of(1, task->heads, padded(rank), (count + 1) / 2, scratch->score, 1, lanes, scratch->coef, in_blocks(rank),
                scratch->latent, padded(task->values->rank), 1);
 }

@@ -6,6 +6,7 @@
 #include "ahead.h"
 #include "common.h"
 #include "plan.h"
+#include "tiles.h"
 
 /* Turns the pairs (f, f + pairs) of one head's key. */
 static void rotate(int64_t pairs, const float *restrict cos, const float *restrict sin, float *key) {
@@ -81,7 +82,12 @@ struct rebuilt {
     int64_t coef_stride, decoder_stride, rank, depth;
     int64_t pairs;               /* those rebuilt, the first ones */
     int64_t paired;              /* whether `coef` and `decoder` hold pairs; ranks are then of these */
+    float *key;                  /* (tokens, depth): written by tile registers, where they are used; else NULL */
+    struct tiling *tiling;
 };
+
+/* Where keys that are rotated come from: products of floats, or of pairs, in registers, or memory. */
+enum source { FLOATS, PAIRS, MEMORY };
 
 /* HALF vectors of each half of a key, which are rotated together, are rebuilt at once: as many as leave registers for ROWS
  * tokens. */
@@ -91,17 +97,23 @@ enum { HALF = VECTORS / 2, STEP = HALF * LANES };
 static inline int fits_registers(int64_t depth, int64_t queries) { return depth % (2 * STEP) == 0 && queries <= LANES; }
 
 /* Dims d to d + half · LANES of both halves of the keys of some tokens, multiplied with the queries: for each token and query
- * a vector, whose lanes are still to be added. `tokens`, `half`, `adds` and `paired` are constants here. */
+ * a vector, whose lanes are still to be added. `tokens`, `half`, `adds` and `source` are constants here. */
 static inline __attribute__((always_inline)) void rebuilt_tile(
-    const int tokens, const int half, const int adds, const int paired, const struct rebuilt *keys, int64_t first, int64_t d,
-    int64_t queries, const float *query, float *partial) {
+    const int tokens, const int half, const int adds, const enum source source, const struct rebuilt *keys, int64_t first,
+    int64_t d, int64_t queries, const float *query, float *partial) {
     const int64_t depth = keys->depth, far = depth / 2;
     const int vectors = 2 * half;
     vector key[TILE];
 #pragma GCC unroll 32
-    for (int i = 0; i < tokens * vectors; i++) key[i] = (vector){0};
-    accumulate(tokens, vectors, paired, keys->rank, keys->coef + first * keys->coef_stride, keys->coef_stride, 1, keys->decoder + d,
-               keys->decoder_stride, far, key);
+    for (int i = 0; i < tokens * vectors; i++) {
+        const int t = i / vectors, j = i % vectors;
+        key[i] = (vector){0};
+        if (source == MEMORY)
+            key[i] = *(const vector *)(keys->key + (first + t) * depth + d + (j < half ? j * LANES : far + (j - half) * LANES));
+    }
+    if (source != MEMORY)
+        accumulate(tokens, vectors, source == PAIRS, keys->rank, keys->coef + first * keys->coef_stride, keys->coef_stride, 1,
+                   keys->decoder + d, keys->decoder_stride, far, key);
 #pragma GCC unroll 16
     for (int t = 0; t < tokens; t++) {
         vector *own = key + t * vectors;
@@ -158,14 +170,11 @@ static inline int64_t partial_size(int64_t count, int64_t depth, int64_t queries
 /* Calls of `prefetch_some` while the keys of `count` tokens and `heads` heads are scored, of which so many pairs are rebuilt. */
 static inline int64_t prefetch_calls(int64_t count, int64_t heads, int64_t pairs) { return count * heads * pairs / (STEP * ROWS); }
 
-#define REBUILT(T)                                                                                  \
-    case T * 4: rebuilt_tile(T, HALF, 0, 0, keys, first, d, queries, query, partial); break;     \
-    case T * 4 + 1: rebuilt_tile(T, HALF, 0, 1, keys, first, d, queries, query, partial); break; \
-    case T * 4 + 2: rebuilt_tile(T, HALF, 1, 0, keys, first, d, queries, query, partial); break; \
-    case T * 4 + 3: rebuilt_tile(T, HALF, 1, 1, keys, first, d, queries, query, partial); break;
-#define NARROW_REBUILT(T)                                                                         \
-    case T * 4 + 1: rebuilt_tile(T, 1, 0, 1, keys, first, d, queries, query, partial); break;    \
-    case T * 4 + 3: rebuilt_tile(T, 1, 1, 1, keys, first, d, queries, query, partial); break;
+#define REBUILT_FROM(T, SOURCE, WIDTH)                                                                              \
+    case T * 6 + SOURCE: rebuilt_tile(T, WIDTH, 0, SOURCE, keys, first, d, queries, query, partial); break; \
+    case T * 6 + 3 + SOURCE: rebuilt_tile(T, WIDTH, 1, SOURCE, keys, first, d, queries, query, partial); break;
+#define REBUILT(T) REBUILT_FROM(T, FLOATS, HALF) REBUILT_FROM(T, PAIRS, HALF) REBUILT_FROM(T, MEMORY, HALF)
+#define NARROW_REBUILT(T) REBUILT_FROM(T, PAIRS, 1) REBUILT_FROM(T, MEMORY, 1)
 
 /* Scores of `count` tokens, while coefficients of others are prefetched. */
 static void rebuilt_scores(const struct rebuilt *keys, int64_t count, int64_t queries, const float *query, float *partial,
@@ -173,10 +182,16 @@ static void rebuilt_scores(const struct rebuilt *keys, int64_t count, int64_t qu
     /* Pairs that do not fill the registers of ROWS tokens leave room for more tokens. */
     const int half = keys->pairs % STEP ? 1 : HALF, most = ROWS * HALF / half;
     const int64_t tiles = (count + most - 1) / most; /* of about equal size */
+    const enum source source = keys->key ? MEMORY : HAS_PAIRS && keys->paired ? PAIRS : FLOATS;
+#if HAS_PAIRS
+    for (int64_t dim = 0; source == MEMORY && dim < keys->depth; dim += keys->depth / 2)
+        product_of_pairs(count, keys->pairs, keys->rank, keys->coef, keys->coef_stride, keys->decoder + dim, keys->decoder_stride,
+                         keys->key + dim, keys->depth, keys->tiling);
+#endif
     for (int64_t d = 0; d < keys->pairs; d += half * LANES)
         for (int64_t tile = 0; tile < tiles; tile++) {
             const int64_t first = count * tile / tiles, tokens = count * (tile + 1) / tiles - first;
-            const int64_t variant = tokens * 4 + (d > 0) * 2 + (HAS_PAIRS && keys->paired);
+            const int64_t variant = tokens * 6 + (d > 0) * 3 + source;
             prefetch_some(ahead);
             if (half == HALF) switch (variant) {
                 REBUILT(1) REBUILT(2) REBUILT(3) REBUILT(4) REBUILT(5) REBUILT(6)
@@ -200,7 +215,8 @@ static void rebuilt_scores(const struct rebuilt *keys, int64_t count, int64_t qu
 static void stored_scores(const struct rebuilt *keys, int64_t count, int64_t queries, const float *query, float *key,
                           float *score, int64_t lanes) {
     const int64_t depth = keys->depth;
-    product_of(1, count, depth, keys->rank, keys->coef, keys->coef_stride, 1, keys->decoder, keys->decoder_stride, key, depth, 0);
+    product_of_pairs(count, depth, keys->rank, keys->coef, keys->coef_stride, keys->decoder, keys->decoder_stride, key, depth,
+                     keys->tiling);
     for (int64_t t = 0; t < count; t++)
         rotate(keys->pairs, keys->cos + keys->place[t], keys->sin + keys->place[t], key + t * depth);
     score_rows(queries, count, depth, query, depth, key, depth, score, lanes);

@@ -9,8 +9,10 @@
 #include "slow.h"
 #include "store.h"
 #include "task.h"
+#include "tiles.h"
 
 enum { BLOCK = 24 }; /* tokens whose keys of one head, and partial sums of their scores, stay in the first cache */
+enum { PAIRS_AT_ONCE = 2 * LANES }; /* of tokens that are weighed, BLOCK at most */
 /* Slots, and bytes of their values, that a thread serves at once at most: they stay in its second cache. */
 enum { STRETCH = 1024, STRETCH_BYTES = 1 << 19 };
 
@@ -25,6 +27,7 @@ struct arranged {
 struct scratch {
     float *coef;    /* (BLOCK, padded rank) */
     float *key;     /* (BLOCK, decoder_stride), of one head where it fills vectors; or partial sums */
+    float *of_tiles; /* where tile registers are used: keys that they write, (BLOCK, depth); pass 2: weights, (lanes, PAIRS_AT_ONCE) */
     float *score;   /* (BLOCK, lanes); pass 2: weights */
     float *largest; /* (lanes): score so far */
     float *scaled;  /* (lanes): the same when the two sums were last scaled */
@@ -40,6 +43,7 @@ struct scratch {
     int64_t slot[BLOCK], place[BLOCK]; /* the latter as an offset in `cos` and `sin` */
     struct arranged arranged;    /* of the stretch, where they are served class by class */
     float *memory_of_nodes;      /* see slow.h */
+    struct tiling tiling;
 };
 
 /* Prefetches some rows of the next task, which are at full rank and few: while values are summed, nothing else is. */

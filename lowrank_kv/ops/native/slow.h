@@ -15,6 +15,7 @@
 #include "common.h"
 #include "scores.h"
 #include "task.h"
+#include "tiles.h"
 
 enum { NODES = 3, CHUNK = 256 }; /* CHUNK: places */
 
@@ -154,10 +155,10 @@ static void set_nodes(const struct task *task, int64_t first, int64_t count, int
 
 /* Adds the slow pairs' part to the scores, (count, lanes), of tokens that have coefficients in pairs, (count, stride). */
 static void add_slow_scores(const struct task *task, const int32_t *slot, int64_t count, const float *coef, int64_t stride,
-                            int64_t rank, const struct nodes *nodes, float *score) {
+                            int64_t rank, const struct nodes *nodes, struct tiling *tiling, float *score) {
     const int64_t lanes = task->lanes, columns = columns_of_nodes(task), row = found_stride(task);
     const float a = nodes->at[0], b = nodes->at[1], c = nodes->at[2];
-    product_of(1, count, columns, (rank + 1) / 2, coef, stride, 1, nodes->columns, columns, nodes->found, row, 0);
+    product_of_pairs(count, columns, (rank + 1) / 2, coef, stride, nodes->columns, columns, nodes->found, row, tiling);
     for (int64_t t = 0; t < count; t++) {
         const float from_a = slot[t] - a, from_b = slot[t] - b, from_c = slot[t] - c, *found = nodes->found + t * row;
         const float of_a = from_b * from_c / ((a - b) * (a - c)), of_b = from_a * from_c / ((b - a) * (b - c));
