@@ -180,8 +180,8 @@ def initialize_from_checkpoint(model: PreTrainedModel, directory: str | Path) ->
     What the checkpoint's settings say of serving, its calibrated threshold among it, is not taken over.
 
     Raises:
-        UserError: the checkpoint is damaged, was made for a model of another shape, or for another `decoder` or
-            `rank_policy`. The model is then unchanged.
+        UserError: the checkpoint is damaged, was made for a model of another shape, or with another value of
+            :data:`~dynakv.config.WEIGHTS_DEPEND_ON`. The model is then unchanged.
     """
     config, settings = read_config(directory), settings_of(model)
     _check_model(model, config, directory)

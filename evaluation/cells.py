@@ -30,6 +30,7 @@ class Measurer:
     Attributes:
         run_id: of the run.
         commit, dirty: of the checkout; None where there was none, or where an earlier version did not say.
+        version: of the installed package where there was no checkout, else None.
         torch: its version.
         processor: the GPU's name where one computed, else the CPU's and its vector instructions.
     """
@@ -39,6 +40,7 @@ class Measurer:
     dirty: bool | None = None
     torch: str | None = None
     processor: str | None = None
+    version: str | None = None
 
     @classmethod
     def of_run(cls, record: Mapping[str, Any]) -> "Measurer":
@@ -51,6 +53,7 @@ class Measurer:
             torch=environment["torch"],
             # Of one name some multiply in bf16, and others cannot (:mod:`evaluation.wide_products`).
             processor=environment["gpu"] or f"{environment['cpu']}, {environment['vector']}",
+            version=code["version"] if code["commit"] is None else None,
         )
 
 

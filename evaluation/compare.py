@@ -193,12 +193,14 @@ def _record_so_far(
         {"method": method, "dataset": text, "windows": [dataclasses.asdict(cell.score) for cell in each]}
         for (text, method), each in found.items()
     ]
+    told = {"measured_by": by, "windows": scores, "documents": documents_told(texts)}
+    return record | {"n": read_so_far(found, texts), "rows": rows_of_cells(found, texts), "summary": told}
+
+
+def read_so_far(found: Mapping[tuple[str, str], list[Cell]], texts: Mapping[str, Windows]) -> dict[str, int]:
+    """How many windows, and tokens of them, some method has read."""
     windows = collections.Counter()
     for (text, _), each in found.items():
         windows[text] = max(windows[text], len(each))
-    n = {
-        "windows": windows.total(),
-        "tokens": sum(texts[text].ids_NT[:count].numel() for text, count in windows.items()),
-    }
-    told = {"measured_by": by, "windows": scores, "documents": documents_told(texts)}
-    return record | {"n": n, "rows": rows_of_cells(found, texts), "summary": told}
+    tokens = sum(texts[text].ids_NT[:count].numel() for text, count in windows.items())
+    return {"windows": windows.total(), "tokens": tokens}

@@ -290,7 +290,13 @@ def _at_budgets(
     for share in config.bytes:
         yield _method(config, config.name_at_bytes(share), of | {"bytes": share}, make=lambda _, share=share: at(share))
     if config.bytes_of is not None:
-        yield _method(config, config.name_at_bytes_of, of | {"bytes": None}, make=at, bytes_of=config.bytes_of)
+        yield _method(
+            config,
+            config.name_at_bytes_of,
+            of | {"bytes": None},
+            make=lambda share: at(min(share, 1.0)),  # the other may hold more than an uncompressed cache
+            bytes_of=config.bytes_of,
+        )
 
 
 def _preset(
@@ -313,7 +319,7 @@ def _preset(
     @functools.cache  # working out the plan of a share takes far longer than reading a window
     def at(share: float) -> Callable[[], Cache]:
         size = text._asdict() | {"itemsize": model.dtype.itemsize}
-        plan = plan_for_bytes(calibration, config.ojakv_config(), min(share, 1.0), **size)
+        plan = plan_for_bytes(calibration, config.ojakv_config(), share, **size)
         return lambda: OjaKVCache(model, plan)
 
     yield from _at_budgets(config, of, at)

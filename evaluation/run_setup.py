@@ -195,8 +195,10 @@ def cells_in(output: Path, record: dict[str, Any], kind: type = WindowScore) -> 
     for by, count in collections.Counter(cell.by for cell in cells).items():
         # Numbers of other processors and versions differ in their last digits, those of other code as their commits say; of
         # uncommitted code nothing is known.
-        if by.dirty or (by.commit, by.torch, by.processor) != (now.commit, now.torch, now.processor):
-            code = "uncommitted code" if by.dirty else f"commit {by.commit}"
+        theirs, ours = ((each.commit, each.version, each.torch, each.processor) for each in (by, now))
+        if by.dirty or theirs != ours:
+            of_commit = f"version {by.version}" if by.commit is None else f"commit {by.commit}"
+            code = "uncommitted code" if by.dirty else of_commit
             machine = "an unknown machine" if by.processor is None else f"{by.processor}, torch {by.torch}"
             print(
                 f"{count} of them by run {by.run_id} with {code} on {machine}; in another --output all are measured anew"

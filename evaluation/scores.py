@@ -160,6 +160,17 @@ def rows_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def by_points(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The record of a sweep with each point's own name for its rows, in place of its recipe's, which several points share;
+    another record as it is."""
+    points = (record.get("summary") or {}).get("measured_by")
+    if not isinstance(points, Mapping):
+        return record
+    names = list(points)
+    texts = len(record["rows"]) // len(names)
+    return {**record, "rows": [row | {"method": names[i // texts]} for i, row in enumerate(record["rows"])]}
+
+
 def possible(name: str) -> tuple[float, float]:
     """The least and the largest that a mean of a column of this name can be."""
     return PER_CENT.get(name, (0, 1) if name.startswith(_SHARES) else (0, torch.inf))

@@ -11,7 +11,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -272,13 +272,6 @@ def _known_texts(config: SweepConfig, runs: list[Point]) -> list[KnownText]:
                 option = "--dataset.heldout_share"
                 known.append(KnownText(reader=f"`{point.name}`", record=record, make="train", share_option=option))
     return known
-
-
-def by_points(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record with each point's own name for its rows, in place of its recipe's, which several points share."""
-    names = list(record["summary"]["measured_by"])
-    texts = len(record["rows"]) // len(names)
-    return {**record, "rows": [row | {"method": names[i // texts]} for i, row in enumerate(record["rows"])]}
 
 
 def _calibrate_once(

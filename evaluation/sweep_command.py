@@ -28,7 +28,8 @@ from lowrank_kv.utils.run_lock import run_lock
 
 from .compare import markdown
 from .output import output_argument
-from .sweep import SweepConfig, by_points, sweep
+from .scores import by_points
+from .sweep import SweepConfig, sweep
 
 
 def main(argv: list[str]) -> None:

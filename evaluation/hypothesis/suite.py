@@ -4,6 +4,7 @@ Shapes: N windows, T tokens of a window, W width of a head.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from lowrank_kv.hf.loading import check_length
 from lowrank_kv.utils.config import to_dict
 from lowrank_kv.utils.paths import name_of
 
-from ..cells import Cell
-from ..compare import new_comparison, row_of
+from ..cells import Cell, measured_by
+from ..compare import new_comparison, read_so_far, row_of
 from ..output import MakeRecord
 from ..reading import Reading
 from ..run_setup import cells_in, load_calibration, measured_model, setting_of
@@ -28,7 +29,7 @@ from .verdicts import verdicts
 
 ALL_TEXTS = "all texts"
 POINTS = 16  # of a head's curve of captured energy
-Found = Mapping[tuple[str, str], list[Cell]]
+Found = dict[tuple[str, str], list[Cell]]
 
 
 def run_suite(config: HypothesisConfig, output: Path) -> Iterator[MakeRecord]:
@@ -47,7 +48,6 @@ def run_suite(config: HypothesisConfig, output: Path) -> Iterator[MakeRecord]:
     spectra, settings = Spectra.of(calibration), settings_of(config)
     ids = {label: each.ids_NT for label, each in texts.items()}
     record = new_comparison(to_dict(config) | {"model": name_of(config.model)}, inputs, model, ids, model.device)
-    told = {"documents": documents_told(texts)}
     cells, common = cells_in(output, record), setting_of(record, config.dtype)
 
     alone = {} if config.sensitivity == "none" else sensitivity_methods(config, model, calibration, spectra)
@@ -64,17 +64,20 @@ def run_suite(config: HypothesisConfig, output: Path) -> Iterator[MakeRecord]:
 
     head_dim = calibration.geometry.head_dim
     shares = {each.label: shares_of(each, spectra, head_dim) for each in settings}
-    before: Found = {}
+    found: Found = {}
+
+    def record_so_far() -> dict[str, Any]:
+        measured = itertools.chain(*alone_found.values(), *found.values())
+        told = {"measured_by": measured_by(measured), "documents": documents_told(texts)}
+        return record | {"n": read_so_far(found, texts), "rows": _rows(settings, shares, found, texts), "summary": told}
+
     # What each token is stored as by itself does not depend on how a text is read, so it is read in two parts.
     for moves, step in ((False, config.length - config.prefix), (True, config.step)):
         reading = Reading(prefix=config.prefix, step=step)
         methods = [method_of(each, model, calibration, spectra) for each in settings if each.moves == moves]
-        now: Found = {}
         for now in measure_cells(model, methods, ids, cells, reading, setting=common, record=record):
-            so_far = {**before, **now}
-            yield lambda so_far=so_far: record | {"rows": _rows(settings, shares, so_far, texts), "summary": told}
-        before = {**before, **now}
-    found = before
+            found |= now
+            yield record_so_far
 
     evidence = Evidence(
         head_dim=head_dim,
@@ -91,8 +94,10 @@ def run_suite(config: HypothesisConfig, output: Path) -> Iterator[MakeRecord]:
         layer_kl={(layer, side): value for (layer, head, side), value in kl.items() if head is None},
     )
     judged = {name: dataclasses.asdict(each) for name, each in verdicts(config, evidence).items()}
-    rows = _rows(settings, shares, found, texts) + _head_rows(evidence) + _layer_rows(evidence)
-    yield lambda: record | {"rows": rows, "summary": told | {"verdicts": judged}}
+    done = record_so_far()
+    done["rows"] += _head_rows(evidence) + _layer_rows(evidence)
+    done["summary"]["verdicts"] = judged
+    yield lambda: done
 
 
 def _scores(found: Found, label: str) -> dict[str, list]:

@@ -177,11 +177,7 @@ def _online(config: HypothesisConfig, evidence: Evidence) -> Verdict:
 
 
 def _rope(config: HypothesisConfig, evidence: Evidence) -> Verdict:
-    keys = [
-        each
-        for group in (RANK, ABLATION)
-        for each in evidence.find(group=group, sides=KEYS, rope="post", ranks="uniform")
-    ]
+    keys = list(evidence.find(group=ABLATION, sides=KEYS, rope="post", ranks="uniform"))
     fine = [each for each in keys if is_negligible(each.increase(), config)]
     share = min((each.setting.level for each in fine), default=1.0)
     below = [each for each in keys if each.setting.level <= NEAR]
@@ -327,17 +323,19 @@ def _concentration(side: str, rows: list[HeadRow], threshold: float) -> str:
 
 
 def _drift(config: HypothesisConfig, evidence: Evidence) -> Verdict:
-    texts = list(evidence.settings[0].scores)
-    foreign = [text for text in texts if text not in config.familiar]
+    texts = list(evidence.settings[0].scores)  # but optional ones that were missing
+    familiar = [text for text in config.familiar if text in texts]
+    foreign = [text for text in texts if text not in familiar]
     claim = "global bases may underperform on text unlike the calibration's"
     rule = "holds if at every uniform rank the increase on foreign texts exceeds that on familiar ones, the whole interval "
     rule += "of the difference above zero; in part if at some; refuted if it is below zero at all"
-    if not foreign or not config.familiar:
-        return Verdict(claim=claim, rule=rule, verdict=UNDECIDED, because="`familiar` names none, or all, of the texts")
+    if not foreign or not familiar:
+        because = "`familiar` names none, or all, of the texts that were read"
+        return Verdict(claim=claim, rule=rule, verdict=UNDECIDED, because=because)
     found, told = [], []
     for each in evidence.find(group=RANK):
-        near, far = each.increase(config.familiar), each.increase(foreign)
-        those = [(each.losses(texts), each.clusters(texts)) for texts in (foreign, config.familiar)]
+        near, far = each.increase(familiar), each.increase(foreign)
+        those = [(each.losses(texts), each.clusters(texts)) for texts in (foreign, familiar)]
         found.append(Estimate.of_groups(*those))
         told.append(f"{each.setting.level:g} d: familiar {near.words}, foreign {far.words}")
     return Verdict(

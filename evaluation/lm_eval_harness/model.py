@@ -91,6 +91,7 @@ class CompressedLM(TemplateLM):
         super().__init__()
         require(str(batch_size) in ("1", "auto"), "batch_size", batch_size, "1: each request has a cache of its own")
         require(max_batch_size is None, "max_batch_size", max_batch_size, "left out")
+        require("bytes_of" not in method, "bytes_of", method.get("bytes_of"), "left out: nothing is scored beside")
         if (pretrained is None) == (model is None or tokenizer is None or make_cache is None):
             raise UserError("give `pretrained`, or `model`, `tokenizer` and `make_cache`")
         if pretrained is not None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,13 +24,11 @@ class Continuation:
         label: of its cache.
         text: without the prompt.
         nbytes: that the cache holds at the end.
-        seconds: that it took, the prompt included.
     """
 
     label: str
     text: str
     nbytes: int
-    seconds: float
 
 
 @torch.no_grad()
@@ -44,7 +41,6 @@ def continuation(
         ids_1T: of the prompt.
         tokens: to write, whatever they are.
     """
-    start = time.perf_counter()
     output = model.generate(
         ids_1T,
         attention_mask=torch.ones_like(ids_1T),
@@ -58,7 +54,6 @@ def continuation(
         label=label,
         text=tokenizer.decode(output.sequences[0, ids_1T.shape[1] :], skip_special_tokens=True),
         nbytes=cache_bytes(output.past_key_values, geometry_of(model).layers),
-        seconds=time.perf_counter() - start,
     )
 
 

@@ -10,7 +10,7 @@ from ojakv import PRESETS, OjaKVConfig
 from ..methods import FULL, method_name
 from ..peers import PEERS
 from ..peers.peer import EVICTION, LOW_RANK, QUANTIZATION
-from ..scores import rows_of
+from ..scores import by_points, rows_of
 
 LEARNED, ONLINE, FIXED, BITS, WHOLE = "learned", "online bases", "fixed bases", "planned bits", "uncompressed"
 # Family → the marker that stands for it, in the order of the legend.
@@ -54,7 +54,7 @@ def points_of(records: Iterable[Mapping[str, Any]]) -> list[Point]:
     found: dict[tuple[str, str], Point] = {}
     for record in records:
         families = _Families(record["config"] or {})
-        for row in rows_of(record):
+        for row in rows_of(by_points(record)):
             if not {"method", "dataset", "rate", "kl"} <= row.keys() or row.get("what", "") != "":
                 continue
             values = {key: value for key, value in row.items() if isinstance(value, int | float)}
@@ -72,7 +72,7 @@ def points_of(records: Iterable[Mapping[str, Any]]) -> list[Point]:
 
 def series_of(label: str) -> str:
     """The method's label without its budget: of integers, without their bits."""
-    return _BITS.sub("-int*", label) if _BITS.search(label) else _BUDGET.sub("", label)
+    return _BITS.sub("-int*", _BUDGET.sub("", label))
 
 
 def shown(label: str) -> str:

@@ -121,11 +121,11 @@ class Placed:
     """Where labels have found room, so that no two lie on one another.
 
     Args:
-        width, height: of the drawing, which no label leaves.
+        left, top, right, bottom: bounds that no label leaves.
     """
 
-    def __init__(self, left: float, top: float, width: float, height: float):
-        self._bounds = left, top, width, height
+    def __init__(self, left: float, top: float, right: float, bottom: float):
+        self._bounds = left, top, right, bottom
         self._taken: list[tuple[float, float, float, float]] = []
 
     def take(self, x: float, y: float, size: float = 6) -> None:

@@ -40,20 +40,19 @@ def is_block(text: str, marker: re.Match) -> bool:
     return not before.strip() and text[marker.start("content") : marker.start("content") + 1] == "\n"
 
 
-def filled(text: str, content: Callable[[str, bool], str | None]) -> str:
+def filled(text: str, content: Callable[[str, bool], str]) -> str:
     """The document with every marker's content made anew.
 
     Args:
-        content: of (id, whether it is a block); None leaves it as it is.
+        content: of (id, whether it is a block).
     """
     parts, end = [], 0
     for marker in markers(text):
         block = is_block(text, marker)
         made = content(marker.group("id"), block)
-        if made is not None:
-            last = "\n" if text[marker.end("content") - 1] == "\n" else ""  # the closing marker stays where it is
-            parts += [text[end : marker.start("content")], f"\n{made}{last}" if block else made]
-            end = marker.end("content")
+        last = "\n" if text[marker.end("content") - 1] == "\n" else ""  # the closing marker stays where it is
+        parts += [text[end : marker.start("content")], f"\n{made}{last}" if block else made]
+        end = marker.end("content")
     return "".join([*parts, text[end:]])
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from lowrank_kv.utils import run_record
+from lowrank_kv.utils import atomic_write, run_record
 
 from . import documents, figures, tables
 from .published import PUBLISHED, Published, ReportError
@@ -35,7 +35,7 @@ def publish(root: Path) -> list[Path]:
     changed = [path for path, data in changes.items() if not path.exists() or path.read_bytes() != data]
     for path in changed:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(changes[path])
+        atomic_write.write_bytes(path, changes[path])
     return changed
 
 

@@ -85,8 +85,8 @@ class Published:
         return self._records[short]
 
     def rows(self, short: str, wanted: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-        """The rows of a run that agree with `wanted`; a number agrees when its first three decimals do, a list when one
-        of its values does."""
+        """The rows of a run that agree with `wanted`; a number with decimals agrees within half a thousandth, a
+        list when one of its values does."""
         record = self.record(short, where)
         if short not in self._rows:  # a table asks for every cell, and the intervals of all rows are resampled anew
             self._rows[short] = rows_of(record)

@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import json
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,7 @@ def read_rows(path: str) -> list[Row]:
     try:
         content = Path(path).read_bytes()
         text = (gzip.decompress(content) if path.endswith(".gz") else content).decode("utf-8")
-    except (OSError, EOFError) as error:  # an archive that was cut is the latter
+    except (OSError, EOFError, zlib.error) as error:  # of an archive: it was cut, or damaged
         raise UserError(f"cannot read `{path}`: {getattr(error, 'strerror', None) or error}; check `file`") from error
     except UnicodeDecodeError as error:
         raise UserError(f"`{path}` is not UTF-8 text: {error.reason}; convert it") from error

@@ -54,8 +54,19 @@ def test_each_cell_says_what_measured_it(tmp_path):
     assert measured_by(Cells(tmp_path)) == [
         {**dataclasses.asdict(BY), "cells": 2},
         {**dataclasses.asdict(LATER), "cells": 1},
-        {"run_id": "old", "commit": "c", "dirty": None, "torch": None, "processor": None, "cells": 1},
+        {"run_id": "old", "commit": "c", **dict.fromkeys(["dirty", "torch", "processor", "version"]), "cells": 1},
     ]
+
+
+def test_code_that_was_installed_is_told_by_its_version():
+    record = {
+        "run_id": "run",
+        "code": {"commit": None, "dirty": None, "version": "0.2.0"},
+        "environment": {"torch": "2.13.0", "gpu": None, "cpu": "a CPU", "vector": "AVX2"},
+    }
+    assert Measurer.of_run(record).version == "0.2.0"
+    record["code"] = {"commit": "c", "dirty": False, "version": "0.2.0"}
+    assert Measurer.of_run(record).version is None, "the commit tells more"
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,11 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     packed.write_bytes(gzip.compress(b'{"a": 1}')[:-9])
     with pytest.raises(UserError, match=r"cannot read `.*x.jsonl.gz`: Compressed file ended"):
         read_choices("piqa", str(packed))
+    content = bytearray(gzip.compress(b'{"a": 1}' * 99))
+    content[10] |= 6  # a kind of block that there is none of
+    packed.write_bytes(content)
+    with pytest.raises(UserError, match=r"cannot read `.*x.jsonl.gz`: Error -3 while decompressing data"):
+        read_choices("piqa", str(packed))
 
 
 def rows(count):

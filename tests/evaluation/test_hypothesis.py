@@ -73,6 +73,9 @@ def test_the_command_writes_a_record_with_verdicts_and_goes_on(run, values, tmp_
     )
     assert "rank for 99 % of the energy" in page([record])
     assert record["summary"]["verdicts"]
+    assert record["n"] == {"windows": 4, "tokens": 4 * 64}
+    [by] = record["summary"]["measured_by"]
+    assert (by["run_id"], by["cells"]) == (record["run_id"], len(labels) * 4 + 2 * 3 * 2 * 2)
     for name, verdict in record["summary"]["verdicts"].items():
         assert f"- **{verdict['verdict']}**: {verdict['claim']}" in done.stdout, name
     lines = (tmp_path / "out" / CELLS).read_text().splitlines()
@@ -223,6 +226,16 @@ def test_what_was_not_measured_is_not_judged(values):
     config = build(HypothesisConfig, values | {"thresholds": [0.8, 0.9], "shares": [0.6, 0.7], "modest": 0.6})
     for increase in (0.0, 0.5):
         assert verdicts(config, invented(config, lambda _, up=increase: up))["energy"].verdict == UNDECIDED
+
+
+def test_a_familiar_text_that_was_missing_is_left_out(values, tmp_path):
+    missing = {"label": "gone", "name": str(tmp_path / "gone.txt"), "optional": True}
+    values |= {"texts": [*values["texts"], missing], "familiar": ["gone"]}
+    config = build(HypothesisConfig, values)
+    alone = verdicts(config, invented(config, lambda setting: 0.5))["drift"]
+    assert alone.verdict == UNDECIDED
+    config = build(HypothesisConfig, values | {"familiar": ["gone", "same"]})
+    assert verdicts(config, invented(config, lambda setting: 0.5))["drift"].because.count("familiar") == 2
 
 
 def test_verdicts_on_adaptivity_and_the_rotation(values):

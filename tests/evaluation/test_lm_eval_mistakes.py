@@ -51,6 +51,10 @@ def test_an_error_of_the_harness_behind_its_arguments_keeps_its_traceback(monkey
             {"model": "x", "tokenizer": "x", "make_cache": "x", "bases": "x"},
             "`bases` is a key beside `pretrained` only",
         ),
+        (
+            {"pretrained": "x", "preset": "static-joint-pf", "bytes_of": "full"},
+            "`bytes_of` must be left out: nothing is scored beside; got 'full'",
+        ),
         ({"pretrained": "MODEL", "preset": "magic", "rates": 0.5}, "`preset` must be .*; got 'magic'"),
         ({"pretrained": "MODEL", "peer": "snapkv", "bytes": [0.3, 0.5]}, "`rates` must be one"),
     ],

@@ -3,7 +3,8 @@
 import pytest
 
 from evaluation.compare import CompareConfig
-from evaluation.methods import MethodConfig, available_methods
+from evaluation.methods import MethodConfig, available_methods, methods_of
+from evaluation.peers.peer import TextLength
 from lowrank_kv.utils.config import build
 from lowrank_kv.utils.errors import UserError
 
@@ -39,3 +40,12 @@ def test_who_takes_the_bytes_of_a_missing_checkpoint_is_left_out_too(capsys):
     message = "none of the checkpoints is there: /nowhere; train one of them, or give others"
     with pytest.raises(UserError, match=message):
         available_methods([missing, alone])
+
+
+@pytest.mark.parametrize("kind", [{"peer": "snapkv"}, {"preset": "static-joint-pf"}], ids=["peer", "preset"])
+def test_who_takes_more_than_an_uncompressed_cache_takes_all_of_it(kind, model, calibration):
+    """Such as the bytes of open gates, which keep everything and say so for each token."""
+    *_, method = methods_of(
+        [MethodConfig(**kind, bytes_of="open")], model, calibration, TextLength(prompt=40, tokens=60)
+    )
+    assert type(method.maker(1.2)()) is type(method.maker(1.0)())

@@ -14,6 +14,7 @@ from window_scores import score_windows
 
 import dynakv
 from evaluation.compare import row_of
+from evaluation.page.points import points_of
 from evaluation.sweep import SweepConfig, Variant, needs_of, points, sweep
 from evaluation.texts import TextConfig, read_texts
 from lowrank_kv.hf.loading import load_model, load_tokenizer
@@ -63,6 +64,7 @@ def test_a_sweep_yields_a_curve_and_goes_on_where_it_stopped(run, here, mistake,
     assert all(keys < set(row) for row in rows)
     assert [done.stdout.count(f"| dynakv-{name} |") for name in ("target-0.9", "alpha-4")] == [1, 1]
     assert f"record: {path_of_first}" in done.stdout
+    assert {point.label for point in points_of([first])} == {"full", "dynakv-target-0.9", "dynakv-alpha-4"}
     assert first["n"] == {"windows": 2, "tokens": 128}
     assert first["config"]["recipe"]["optimizer"]["steps"] == 4
     names = ["dynakv-target-0.9", "dynakv-alpha-4"]
