@@ -23,6 +23,6 @@ def eigen_maker(
     every layer, where the paper searches a threshold of energy for each."""
     settings = {"rope": "pre", "query_key": False} if Rotary.from_model(model) else {}
     config = OjaKVConfig.preset("eigen", **settings)
-    rate = token_share(config, calibration.geometry, share, text, itemsize=model.dtype.itemsize)
+    rate = token_share(config, model, share, text)
     plan = make_plan(calibration, OjaKVConfig.preset("eigen", **settings, rate=min(rate, 1.0)))
     return lambda: OjaKVCache(model, plan)

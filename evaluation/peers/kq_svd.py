@@ -33,7 +33,7 @@ def kq_svd_maker(
     many as hold a share of it."""
     geometry = calibration.geometry
     config = fixed_config(layout="per_head", rope="post", prefill="exact")
-    rate = min(1.0, token_share(config, geometry, share, text, itemsize=model.dtype.itemsize))
+    rate = min(1.0, token_share(config, model, share, text))
     outputs = output_moments(model)
     bases = []
     for index in geometry.layers:

@@ -44,8 +44,7 @@ def kvtc_maker(
     """
     settings = {"recent_window": recent_window, "prefill": "exact", "joint_layers": joint_layers}
     config = OjaKVConfig.preset("static-mixed", **settings)
-    itemsize = model.dtype.itemsize
-    rate = token_share(config, calibration.geometry, share, text, itemsize=itemsize) * itemsize / _ITEMSIZE
+    rate = token_share(config, model, share, text) * model.dtype.itemsize / _ITEMSIZE
     config = dataclasses.replace(config, rate=min(rate, 1.0))
     plan = make_plan(by_energy(calibration, is_relative=is_relative), config)
     return lambda: OjaKVCache(model, plan)

@@ -61,7 +61,7 @@ def palu_maker(
         update_period=1,
         prefill=prefill,
     )
-    rate = min(1.0, token_share(config, geometry, share, text, itemsize=model.dtype.itemsize))
+    rate = min(1.0, token_share(config, model, share, text))
     integers = None if bits is None else IntegerQuantization(bits=bits)
     names = [(index, side) for index in geometry.layers for side in (KEY, VALUE)]
     row_bytes = rate * geometry.width * model.dtype.itemsize

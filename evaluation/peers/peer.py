@@ -9,8 +9,8 @@ from transformers import Cache, PreTrainedModel
 
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.cache.windowed.planned_sequence import planned_layers
-from lowrank_kv.hf.geometry import KVGeometry
-from lowrank_kv.hf.rope import POSITION_BYTES
+from lowrank_kv.hf.geometry import geometry_of
+from lowrank_kv.hf.rope import RopeHistory
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
 from ojakv import OjaKVConfig
@@ -120,24 +120,21 @@ def fixed_config(**settings: Any) -> OjaKVConfig:
     return OjaKVConfig(tracker="fixed", ranks="fraction", rate=1.0, **settings)
 
 
-def token_share(
-    config: OjaKVConfig, geometry: KVGeometry, share: float, text: TextLength | None, *, itemsize: int
-) -> float:
+def token_share(config: OjaKVConfig, model: PreTrainedModel, share: float, text: TextLength | None) -> float:
     """The share of an uncompressed token's bytes that a compressed one may take, so that the cache takes `share` in all.
 
     Args:
         config: says which tokens stay at full rank.
-        geometry: of the model.
         share, text: as for :meth:`Peer.maker`.
-        itemsize: bytes of a number in the model's dtype.
 
     Raises:
         UserError: the tokens at full rank take all of the share, or all of the text.
     """
     if text is None:
         return share
+    geometry = geometry_of(model)
     layers = planned_layers(config, len(geometry.layers), prompt=text.prompt, tokens=text.tokens)
-    token_bytes = geometry.full_nbytes(1, itemsize)
+    token_bytes = geometry.full_nbytes(1, model.dtype.itemsize)
     full_rank = statistics.fmean(layer.full_rank_capacity for layer in layers)
     low_rank = statistics.fmean(layer.low_rank_capacity for layer in layers)
     if not low_rank:
@@ -147,7 +144,7 @@ def token_share(
         )
     held = full_rank * token_bytes + sum(layer.position_bytes(1) for layer in layers)
     if config.rotates:
-        held += POSITION_BYTES * text.tokens
+        held += RopeHistory.token_nbytes(model) * text.tokens
     found = (share * text.tokens * token_bytes - held) / (low_rank * token_bytes)
     if found <= 0:
         raise UserError(

@@ -79,7 +79,7 @@ def puzzle_maker(
         prefill="exact",
         attention="reconstructed",
     )
-    rate = token_share(config, geometry, share, text, itemsize=model.dtype.itemsize)
+    rate = token_share(config, model, share, text)
     # r (n + C) numbers take the place of n C; what a rank rounds away goes to the next.
     rate *= geometry.width / (PAGE_TOKENS + geometry.width)
     most = min(PAGE_TOKENS, geometry.width)

@@ -117,7 +117,7 @@ def think_maker(
         recent_window=WINDOW,
         prefill="exact",
     )
-    kept = 2 * token_share(config, geometry, share, text, itemsize=model.dtype.itemsize) - 1
+    kept = 2 * token_share(config, model, share, text) - 1
     rank = min(geometry.head_dim, int(kept * geometry.head_dim))
     require(rank >= 1, "share", share, "large enough for the values and one channel of each key")
     heads, head_dim = geometry.num_kv_heads, geometry.head_dim

@@ -95,6 +95,14 @@ def test_fewer_bytes_are_less_faithful_and_no_more_than_asked_for(name, model, c
     assert rows[0]["rate"] < rows[1]["rate"]
 
 
+@pytest.mark.parametrize("name", ["eigen-attention", "kvtc", "palu-j"])
+def test_rotations_that_depend_on_the_length_are_of_the_share(name, calibration, windows):
+    """Such a cache keeps cos and sin of every token in place of its position: a quarter of this model's full cache."""
+    turning = tiny_model(rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0})
+    row = measured(turning, windows, PEERS[name].maker(turning, calibration, 0.7, TEXT))
+    assert 0.7 - 0.15 < row["rate"] < 0.7 + 0.02
+
+
 def test_caches_of_transformers_refuse_layers_that_they_do_not_serve(monkeypatch):
     model = tiny_model()
     monkeypatch.setattr(model.config, "layer_types", ["full_attention", "sliding_attention"], raising=False)
