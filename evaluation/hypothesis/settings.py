@@ -137,9 +137,13 @@ def head_ranks(setting: Setting, spectra: Spectra) -> dict[str, HeadRanks]:
 
 
 def shares_of(setting: Setting, spectra: Spectra, head_dim: int) -> dict[str, float]:
-    """Mean r / d of keys and of values; 1 where they are not compressed."""
+    """Mean r / d of keys and of values; 1 where they are not compressed. Uniform ranks of a plan are so many in the mean of
+    all layers, also where the share of a head is no whole number."""
     ranks = head_ranks(setting, spectra)
-    return {side: mean_share(ranks[side], head_dim) if side in ranks else 1.0 for side in SIDES}
+    means = {side: mean_share(each, head_dim) for side, each in ranks.items()}
+    if setting.ranks == "uniform":
+        means = dict.fromkeys(ranks, setting.level)
+    return {side: means.get(side, 1.0) for side in SIDES}
 
 
 def method_of(setting: Setting, model: PreTrainedModel, calibration: Calibration, spectra: Spectra) -> Method:

@@ -11,7 +11,7 @@ from evaluation.cells import CELLS
 from evaluation.hypothesis.config import HypothesisConfig
 from evaluation.hypothesis.evidence import Estimate, Evidence, HeadRow, Measured
 from evaluation.hypothesis.ranks import KEYS, VALUES, Spectra, adaptive_ranks, head_plan, mean_share, threshold_ranks
-from evaluation.hypothesis.settings import Setting, head_ranks, settings_of
+from evaluation.hypothesis.settings import Setting, head_ranks, settings_of, shares_of
 from evaluation.hypothesis.suite import run_suite
 from evaluation.hypothesis.verdicts import HOLDS, PARTLY, REFUTED, UNDECIDED, WEAK, verdicts
 from evaluation.page.build import page
@@ -111,6 +111,20 @@ def test_bytes_of_uniform_ranks_are_their_share(values, tmp_path):
     assert rows["uniform 0.5 d"]["kl"] < rows["uniform 0.25 d"]["kl"]
     assert rows["uniform 0.25 d, values"]["value_share"] == 0.25
     assert rows["uniform 0.25 d, values"]["key_share"] == 1
+
+
+def test_a_share_that_is_no_whole_number_of_dims_is_met_in_the_mean_of_layers(calibration, spectra):
+    """0.2 of 16 dims: layers have 3 and 4."""
+    setting = Setting(group="rank", level=0.2)
+    plan = make_plan(calibration, setting.config())
+    ranks = [each.rank for kv in plan.layers.values() for each in kv]
+    assert set(ranks) == {3, 4}
+    for share in shares_of(setting, spectra, 16).values():
+        assert share == pytest.approx(sum(ranks) / len(ranks) / 16, abs=1 / 16 / len(ranks))
+    rounded = dict.fromkeys((KEYS, VALUES), 13 / 64)
+    measured = Measured(setting=setting, shares=rounded, scores={}, documents={})
+    assert measured.is_at_most(0.2), "its level is what was asked for"
+    assert not dataclasses.replace(measured, setting=Setting(group="energy", ranks="energy", level=0.9)).is_at_most(0.2)
 
 
 def test_a_cache_of_head_ranks_projects_each_head_on_its_own(model, calibration, spectra):
