@@ -4,18 +4,20 @@ Shapes: T tokens, N rows, C joint width, P parts, W width of a part, R rank.
 """
 
 import dataclasses
+from statistics import fmean
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from lowrank_kv.bases.pca import parts_of, pca_basis
-from lowrank_kv.calibration.activation_moments import KEY, ROTATED_KEY, VALUE, observe
+from lowrank_kv.calibration.activation_moments import KEY, ROTATED_KEY, VALUE
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis
 from ojakv import OjaKVConfig, make_plan
 from ojakv.online_store import new_store
 
+from .anatomy.shares import states_of
 from .reading import check_split
 from .subspace_metrics import relative_error, subspace_overlap
 
@@ -65,21 +67,14 @@ def measure_shift(
         UserError: no prompt, nothing after it, or more than the model's positions.
     """
     check_split(model, len(tokens_T), prefix)
-    states: dict[tuple[int, str], list[Tensor]] = {}
-    observe(
-        model,
-        tokens_T[None],
-        lambda index, side, rows_NC: states.setdefault((index, side), []).append(rows_NC.float().clone()),
-        sides=(KEY, ROTATED_KEY, VALUE),
-        progress=False,
-    )
+    states = states_of(model, tokens_T, sides=(KEY, ROTATED_KEY, VALUE))
     rows = []
     for update, config in configs.items():
         plan = make_plan(calibration, config)
         key_side = KEY if config.rope == "pre" else ROTATED_KEY
         for position, side, source in ((0, "keys", key_side), (1, "values", VALUE)):
             layers = [
-                _of_layer(pair[position], torch.cat(states[index, source]), prefix, config, calibration)
+                _of_layer(pair[position], states[index, source], prefix, config, calibration)
                 for index, pair in plan.layers.items()
             ]
             for basis in ("static", "adapted", "oracle"):
@@ -115,13 +110,10 @@ def _of_layer(
     oracle_PWR = pca_basis(parts_of(moment_CC, layout=config.layout, num_heads=heads)).vectors_PWW[:, :, :rank]
     bases = {"static": start.vectors_PWR, "adapted": side.basis_PWR, "oracle": oracle_PWR}
 
-    def mean(values: list[float]) -> float:
-        return sum(values) / len(values)
-
     return {
         name: (
-            mean([relative_error(rows_NW, u_WR) for rows_NW, u_WR in zip(rest_PNW, basis_PWR, strict=True)]),
-            mean([subspace_overlap(u_WR, o_WR) for u_WR, o_WR in zip(basis_PWR, oracle_PWR, strict=True)]),
+            fmean([relative_error(rows_NW, u_WR) for rows_NW, u_WR in zip(rest_PNW, basis_PWR, strict=True)]),
+            fmean([subspace_overlap(u_WR, o_WR) for u_WR, o_WR in zip(basis_PWR, oracle_PWR, strict=True)]),
         )
         for name, basis_PWR in bases.items()
     }

@@ -31,31 +31,29 @@ def kvtc_maker(
     text: TextLength | None = None,
     *,
     recent_window: int = 16,
-    is_relative: bool = True,
     joint_layers: int = 0,
 ) -> MakeCache:
     """Caches of principal components with bits by their energy.
 
     Args:
         recent_window: latest tokens that stay whole; 128 in the paper, which leaves them out of its ratios.
-        is_relative: take the squared error over the energy of each layer's keys, and of its values, which at few bytes loses
-            much less than the sum of all as they are (docs/log/peers-and-eviction.md).
         joint_layers: of how many layers that follow one another keys and values have components together; 0 for none.
     """
     settings = {"recent_window": recent_window, "prefill": "exact", "joint_layers": joint_layers}
     config = OjaKVConfig.preset("static-mixed", **settings)
     rate = token_share(config, model, share, text) * model.dtype.itemsize / _ITEMSIZE
     config = dataclasses.replace(config, rate=min(rate, 1.0))
-    plan = make_plan(by_energy(calibration, is_relative=is_relative), config)
+    plan = make_plan(by_energy(calibration), config)
     return lambda: OjaKVCache(model, plan)
 
 
-def by_energy(calibration: Calibration, *, is_relative: bool = False) -> Calibration:
+def by_energy(calibration: Calibration, *, is_relative: bool = True) -> Calibration:
     """The calibration of a loss that is the squared error of what is rebuilt: its gradients' moment is the identity, its
     loss-weighted basis the principal components, and what it asks of each their energy.
 
     Args:
-        is_relative: the loss is the squared error over the energy of each layer's keys, and of its values.
+        is_relative: the loss is the squared error over the energy of each layer's keys, and of its values, which at few
+            bytes loses much less than the sum of all as they are (docs/log/peers-and-eviction.md).
     """
     width = calibration.geometry.width
     read = {

@@ -87,7 +87,7 @@ def test_a_channel_with_a_bias_spoils_its_own_codes_only():
 
 
 def test_kvtc_takes_principal_components_and_their_energies(calibration):
-    read = by_energy(calibration).read_states()
+    read = by_energy(calibration, is_relative=False).read_states()
     for sides in read.values():
         for states in sides.values():
             energy_C = torch.linalg.eigvalsh(states.state_CC.double()).flip(0)
@@ -99,7 +99,7 @@ def test_kvtc_takes_principal_components_and_their_energies(calibration):
 def test_kvtc_counts_each_part_of_a_row_by_its_own_energy(calibration):
     """Keys have many times the energy of values: else values that share a row with them would get no bits."""
     width = calibration.geometry.width
-    joint = by_energy(calibration, is_relative=True).joint_read_states(calibration.joint_layers)
+    joint = by_energy(calibration).joint_read_states(calibration.joint_layers)
     for states in joint.values():
         weighted_PW = (states.gradient_CC.diagonal() * states.state_CC.diagonal()).unflatten(0, (-1, width))
         torch.testing.assert_close(weighted_PW.sum(1), torch.ones(len(weighted_PW)))
@@ -107,7 +107,7 @@ def test_kvtc_counts_each_part_of_a_row_by_its_own_energy(calibration):
 
 @pytest.mark.parametrize("bits", [2, 3])
 def test_bits_by_energy_beat_one_width(calibration, bits):
-    energies = by_energy(calibration)
+    energies = by_energy(calibration, is_relative=False)
     coded = coded_bases(energies, (1 + 4 * bits) / 64)  # a byte of scale and 32 numbers, over 64 bytes
     error = {"by energy": 0.0, "one width": 0.0}
     held = {"by energy": 0, "one width": 0}
