@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lowrank_kv.hf.loading import check_length
+from lowrank_kv.hf.loading import check_length, load_tokenizer
 from lowrank_kv.utils import run_record
 from lowrank_kv.utils.config import configuration, option, require, to_dict
 from lowrank_kv.utils.intervals import with_interval
@@ -30,9 +30,10 @@ from .methods import available_methods, methods_of
 from .output import MakeRecord
 from .peers.peer import TextLength
 from .reading import Reading
-from .run_setup import MethodsConfig, cells_in, load_calibration, measured_model, setting_of
+from .run_setup import MethodsConfig, calibration_of, cells_in, setting_of
 from .scores import WindowScore, extent, summary
 from .texts import TextConfig, Windows, check_texts, documents_told, measured_texts, read_texts
+from .wide_products import load_measured
 from .window_cells import measure_cells
 
 
@@ -83,13 +84,15 @@ def compare(config: CompareConfig, output: Path) -> Iterator[MakeRecord]:
     """
     config = dataclasses.replace(config, methods=available_methods(config.methods))
     name = config.model_name
-    model, tokenizer = measured_model(name, config)
-    check_length(model, config.length, "length")
+    tokenizer, bases = load_tokenizer(name), config.load_bases()
     texts = read_texts(config.texts, tokenizer, config.length, config.share_of(config.windows), read=config.read)
-    calibration, inputs = load_calibration(
+    model = load_measured(name, dtype=config.dtype, device=config.device)
+    check_length(model, config.length, "length")
+    calibration, inputs = calibration_of(
         model,
         tokenizer,
         config,
+        bases,
         read_gradients=config.needs_read_gradients,
         measured=measured_texts(config.texts),
         needed=config.needs_calibration or config.anatomy,

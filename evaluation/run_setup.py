@@ -17,7 +17,7 @@ from dynakv.known_texts import known_texts
 from lowrank_kv.calibration.known_text import KnownText
 from lowrank_kv.calibration.spectrum import DAMPING
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
-from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, load_tokenizer
+from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES
 from lowrank_kv.utils.config import configuration, option, require
 from lowrank_kv.utils.provenance import content_input, model_input, path_input, weights_input
 from lowrank_kv.utils.text_data import CalibrationText
@@ -27,7 +27,6 @@ from .cells import Cells, Measurer
 from .methods import MethodConfig, check_labels
 from .peers.peer import READ
 from .scores import WindowScore
-from .wide_products import load_measured
 
 
 class MeasuredText(NamedTuple):
@@ -71,6 +70,10 @@ class MeasurementConfig:
         """Those that are measured, each once."""
         return []
 
+    def load_bases(self) -> Calibration | None:
+        """`bases` as its files are, of no model yet: where they cannot be read nobody waits for the model first."""
+        return None if self.bases is None else Calibration.load(self.bases)
+
 
 @configuration
 class MethodsConfig(MeasurementConfig):
@@ -111,20 +114,11 @@ class MethodsConfig(MeasurementConfig):
         return any(READ in method.needs for method in self.methods)
 
 
-def measured_model(name: str, config: MeasurementConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The uncompressed model, which is not to be changed, and its tokenizer.
-
-    Args:
-        name: hub id or directory.
-        config: says the dtype and the device.
-    """
-    return load_measured(name, dtype=config.dtype, device=config.device), load_tokenizer(name)
-
-
-def load_calibration(
+def calibration_of(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     config: MeasurementConfig,
+    bases: Calibration | None,
     *,
     read_gradients: bool,
     measured: Iterable[MeasuredText],
@@ -134,14 +128,15 @@ def load_calibration(
     text. Warns where it, or a checkpoint of `config`, can have read what is measured.
 
     Args:
+        bases: those of `config`, loaded.
         read_gradients: whether it is to say what is read of a compressed cache.
         measured: the texts.
         needed: whether anything asks for it; a text is calibrated on only then.
     """
     known = list(itertools.chain.from_iterable(map(known_texts, config.checkpoints)))
     calibration, inputs = None, []
-    if config.bases is not None:
-        calibration = Calibration.load(config.bases).for_model(model)
+    if bases is not None:
+        calibration = bases.for_model(model)
         inputs = [path_input("bases", config.bases)]
     elif config.calibration is not None and not needed:
         print("`calibration` is left out: nothing that is measured needs it")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lowrank_kv.bases.rank_allocation import energy_curve
-from lowrank_kv.hf.loading import check_length
+from lowrank_kv.hf.loading import check_length, load_tokenizer
 from lowrank_kv.utils.config import to_dict
 from lowrank_kv.utils.paths import name_of
 
@@ -18,8 +18,9 @@ from ..cells import Cell, measured_by
 from ..compare import new_comparison, read_so_far, row_of
 from ..output import MakeRecord
 from ..reading import Reading
-from ..run_setup import cells_in, load_calibration, measured_model, setting_of
+from ..run_setup import calibration_of, cells_in, setting_of
 from ..texts import Windows, documents_told, measured_texts, read_texts
+from ..wide_products import load_measured
 from ..window_cells import measure_cells
 from .config import HypothesisConfig
 from .evidence import Evidence, HeadRow, Measured
@@ -39,11 +40,12 @@ def run_suite(config: HypothesisConfig, output: Path) -> Iterator[MakeRecord]:
         config: what to measure.
         output: holds the cells of this and earlier runs; only missing ones are measured.
     """
-    model, tokenizer = measured_model(config.model, config)
-    check_length(model, config.length, "length")
+    tokenizer, bases = load_tokenizer(config.model), config.load_bases()
     texts = read_texts(config.texts, tokenizer, config.length, config.share_of(config.windows), read=config.read)
-    calibration, inputs = load_calibration(
-        model, tokenizer, config, read_gradients=False, measured=measured_texts(config.texts)
+    model = load_measured(config.model, dtype=config.dtype, device=config.device)
+    check_length(model, config.length, "length")
+    calibration, inputs = calibration_of(
+        model, tokenizer, config, bases, read_gradients=False, measured=measured_texts(config.texts)
     )
     spectra, settings = Spectra.of(calibration), settings_of(config)
     ids = {label: each.ids_NT for label, each in texts.items()}

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
+from lowrank_kv.hf.loading import load_tokenizer
 from lowrank_kv.utils import run_record
 from lowrank_kv.utils.config import configuration, option, require, to_dict
 from lowrank_kv.utils.paths import name_of
@@ -22,7 +23,8 @@ from ..cells import Cell, Cells, Measurer, measured_by
 from ..methods import FULL, Method, MethodConfig, available_methods, methods_of
 from ..output import MakeRecord
 from ..peers.peer import TextLength
-from ..run_setup import MeasuredText, MethodsConfig, cells_in, load_calibration, measured_model, setting_of
+from ..run_setup import MeasuredText, MethodsConfig, calibration_of, cells_in, setting_of
+from ..wide_products import load_measured
 from ..window_cells import at_budget, rounds
 from .building import Task, tasks_of
 from .item import AWARE, Item, ItemScore
@@ -132,12 +134,14 @@ def run_tasks(config: TasksConfig, output: Path) -> Iterator[MakeRecord]:
     """
     config = dataclasses.replace(config, methods=available_methods(config.methods))
     name = config.model_name
-    model, tokenizer = measured_model(name, config)
+    tokenizer, bases = load_tokenizer(name), config.load_bases()
+    model = load_measured(name, dtype=config.dtype, device=config.device)
     tasks = tasks_of(config.tasks, model, tokenizer, output)
-    calibration, inputs = load_calibration(
+    calibration, inputs = calibration_of(
         model,
         tokenizer,
         config,
+        bases,
         read_gradients=config.needs_read_gradients,
         measured=[MeasuredText(file) for each in config.tasks for file in sorted(each.files)],
         needed=config.needs_calibration,
