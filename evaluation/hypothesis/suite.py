@@ -52,21 +52,10 @@ def run_suite(config: HypothesisConfig, output: Path) -> Iterator[MakeRecord]:
     record = new_comparison(to_dict(config) | {"model": name_of(config.model)}, inputs, model, ids, model.device)
     cells, common = cells_in(output, record), setting_of(record, config.dtype)
 
-    alone = {} if config.sensitivity == "none" else sensitivity_methods(config, model, calibration, spectra)
-    alone_found: Found = {}
-    if alone:
-        short = {
-            label: each_NT[: config.sensitivity_windows, : config.sensitivity_length] for label, each_NT in ids.items()
-        }
-        reading = Reading(prefix=0, step=config.step)
-        *_, alone_found = measure_cells(
-            model, list(alone.values()), short, cells, reading, setting=common, record=record
-        )
-    kl = {key: _mean_kl(alone_found, method.label) for key, method in alone.items()}
-
     head_dim = calibration.geometry.head_dim
     shares = {each.label: shares_of(each, spectra, head_dim) for each in settings}
     found: Found = {}
+    alone_found: Found = {}
 
     def record_so_far() -> dict[str, Any]:
         measured = itertools.chain(*alone_found.values(), *found.values())
@@ -80,6 +69,16 @@ def run_suite(config: HypothesisConfig, output: Path) -> Iterator[MakeRecord]:
         for now in measure_cells(model, methods, ids, cells, reading, setting=common, record=record):
             found |= now
             yield record_so_far
+
+    alone = {} if config.sensitivity == "none" else sensitivity_methods(config, model, calibration, spectra)
+    short = {
+        label: each_NT[: config.sensitivity_windows, : config.sensitivity_length] for label, each_NT in ids.items()
+    }
+    reading = Reading(prefix=0, step=config.step)
+    for now in measure_cells(model, list(alone.values()), short, cells, reading, setting=common, record=record):
+        alone_found |= now
+        yield record_so_far
+    kl = {key: _mean_kl(alone_found, method.label) for key, method in alone.items()}
 
     evidence = Evidence(
         head_dim=head_dim,
