@@ -92,7 +92,7 @@ def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     kernels.attend_pages.argtypes = [address, address]
     kernels.serve_pages.argtypes, kernels.serve_pages.restype = [address] * 3, number
     kernels.use_tiles.argtypes = [ctypes.c_int]
-    kernels.use_tiles(1)
+    kernels.use_tiles(1)  # where the processor has them and the system gives them to this process
     return kernels
 
 

@@ -1,5 +1,5 @@
-/* Products of pairs in tile registers (AMX): of 16 rows of 16 pairs with 16 pairs of 16 columns at once, which is sixteen times
- * what one vector instruction multiplies.
+/* Products of pairs in tile registers (AMX): of 16 rows of 16 pairs with 16 pairs of 16 columns by one instruction. In the same
+ * time vectors multiply a sixteenth of that.
  *
  * A pair takes the place of one float, so that rows of pairs are what a tile of the left matrix holds, and pairs of rows, column
  * beside column, what one of the right matrix does.
