@@ -25,7 +25,7 @@ def load_model(name: str, *, dtype: str, device: str) -> PreTrainedModel:
 
 
 def random_ids(model: PreTrainedModel, length: int, seed: int = 0) -> Tensor:
-    """(1, T) int64, the same for every call."""
+    """(1, T) int64, the same for every call with one seed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(10, model.config.vocab_size, (1, length), generator=generator).to(model.device)
 

@@ -101,7 +101,7 @@ class Measured:
         """Whether both keys and values are compressed to a mean r / d of at most `share`. Ranks that a level sets meet it
         but for a part of one rank, which counts as met."""
         if self.setting.ranks == "energy":
-            return all(self.shares[side] <= share for side in (KEYS, VALUES))
+            return all(self.shares[side] <= share + 1e-9 for side in (KEYS, VALUES))
         return self.setting.sides == "both" and self.setting.level <= share
 
 

@@ -140,10 +140,11 @@ def shares_of(setting: Setting, spectra: Spectra, head_dim: int) -> dict[str, fl
     """Mean r / d of keys and of values; 1 where they are not compressed. Uniform ranks of a plan are so many in the mean of
     all layers, also where the share of a head is no whole number."""
     ranks = head_ranks(setting, spectra)
-    means = {side: mean_share(each, head_dim) for side, each in ranks.items()}
-    if setting.ranks == "uniform":
-        means = dict.fromkeys(ranks, setting.level)
-    return {side: means.get(side, 1.0) for side in SIDES}
+
+    def mean(ranks_of_side: HeadRanks) -> float:
+        return setting.level if setting.ranks == "uniform" else mean_share(ranks_of_side, head_dim)
+
+    return {side: mean(ranks[side]) if side in ranks else 1.0 for side in SIDES}
 
 
 def method_of(setting: Setting, model: PreTrainedModel, calibration: Calibration, spectra: Spectra) -> Method:

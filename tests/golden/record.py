@@ -44,13 +44,11 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.compare:
         return compare(*arguments.compare)
+    before = read(arguments.add) if arguments.add else None
+    if before and before.machine != machine():
+        parser.error(f"`--add` {arguments.add} is of {before.machine}, and this is {machine()}; `--output` a new file")
     entries = {label: entry for group in (DEMO if arguments.demo else TINY) for label, entry in record(group).items()}
-    if arguments.add:
-        before = read(arguments.add)
-        if before.machine != machine():
-            parser.error(
-                f"`--add` {arguments.add} is of {before.machine}, and this is {machine()}; `--output` a new file"
-            )
+    if before:
         write(arguments.add, Recording(before.machine, before.commit, {**entries, **before.entries}))
     else:
         write(arguments.output, Recording(machine(), commit(), entries))

@@ -49,7 +49,7 @@ def machine() -> dict[str, str]:
 
 
 def kind(machine: dict[str, str]) -> str:
-    """Of which processors one recording is compared: torch and its libraries compute by the maker and by the vectors."""
+    """The processors that share a recording: torch and its libraries choose their code by maker and vector width."""
     maker = machine["cpu"].partition(" ")[0].removesuffix("(R)")
     return f"{maker} {machine['cpu_capability']}"
 

@@ -269,9 +269,7 @@ static void run(const struct task *tasks, int count, struct scratch *all) {
             if (task + 1 < tasks + count) prefetch_share(task + 1, thread, (end - first) / (2 * BLOCK) + 1, scratch);
             serve(tasks, count, task, first, end, scratch);
         }
-#if HAS_TILES
         release_tiles(&scratch->tiling);
-#endif
     }
 }
 

@@ -39,6 +39,8 @@ static void score_pairs(const struct task *task, const struct alike *tokens, con
 }
 
 #if HAS_TILES
+_Static_assert(BLOCK <= MOST_ROWS && BLOCK <= PAIRS_AT_ONCE, "a block's tokens, or pairs of them, are one product");
+
 /* Adds the coefficients of pairs of tokens, weighted by `score`, to `latent`: the weights of one query have to be in a row. */
 static void add_in_tiles(const struct task *task, int64_t pairs, int64_t rank, struct scratch *scratch) {
     const int64_t lanes = task->lanes, stride = padded(task->values->rank);

@@ -183,11 +183,9 @@ static void rebuilt_scores(const struct rebuilt *keys, int64_t count, int64_t qu
     const int half = keys->pairs % STEP ? 1 : HALF, most = ROWS * HALF / half;
     const int64_t tiles = (count + most - 1) / most; /* of about equal size */
     const enum source source = keys->key ? MEMORY : HAS_PAIRS && keys->paired ? PAIRS : FLOATS;
-#if HAS_PAIRS
     for (int64_t dim = 0; source == MEMORY && dim < keys->depth; dim += keys->depth / 2)
         product_of_pairs(count, keys->pairs, keys->rank, keys->coef, keys->coef_stride, keys->decoder + dim, keys->decoder_stride,
                          keys->key + dim, keys->depth, keys->tiling);
-#endif
     for (int64_t d = 0; d < keys->pairs; d += half * LANES)
         for (int64_t tile = 0; tile < tiles; tile++) {
             const int64_t first = count * tile / tiles, tokens = count * (tile + 1) / tiles - first;

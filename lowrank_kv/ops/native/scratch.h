@@ -12,7 +12,7 @@
 #include "tiles.h"
 
 enum { BLOCK = 24 }; /* tokens whose keys of one head, and partial sums of their scores, stay in the first cache */
-enum { PAIRS_AT_ONCE = 2 * LANES }; /* of tokens that are weighed, BLOCK at most */
+enum { PAIRS_AT_ONCE = 2 * LANES }; /* room for pairs of tokens that are weighed together, BLOCK at most */
 /* Slots, and bytes of their values, that a thread serves at once at most: they stay in its second cache. */
 enum { STRETCH = 1024, STRETCH_BYTES = 1 << 19 };
 

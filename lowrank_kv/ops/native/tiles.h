@@ -52,12 +52,6 @@ static void set_tiles(int64_t rows, int64_t depth, struct tiling *set) {
     *set = (struct tiling){rows, depth};
 }
 
-/* Tiles of the next thread, or of torch, are other ones; and those in use cost time when threads take turns. */
-static void release_tiles(struct tiling *set) {
-    if (set->rows) _tile_release();
-    *set = (struct tiling){0};
-}
-
 /* c (rows, columns) = or += a · b of pairs: at most MOST_ROWS rows, and a multiple of IN_TILE columns. */
 static void product_in_tiles(int64_t rows, int64_t columns, int64_t depth, const float *a, int64_t a_row, const float *b,
                              int64_t b_row, float *c, int64_t c_row, int adds, struct tiling *tiling) {
@@ -98,6 +92,14 @@ static void product_in_tiles(int64_t rows, int64_t columns, int64_t depth, const
     __asm__ volatile("" ::: "memory");
 }
 #endif
+
+/* Tiles of the next thread, or of torch, are other ones; and those in use cost time when threads take turns. */
+static inline void release_tiles(struct tiling *set) {
+#if HAS_TILES
+    if (set->rows) _tile_release();
+#endif
+    *set = (struct tiling){0};
+}
 
 /* c (rows, columns) = a · b of pairs, of few rows, and a multiple of LANES columns. */
 static void product_of_pairs(int64_t rows, int64_t columns, int64_t depth, const float *a, int64_t a_row, const float *b,
