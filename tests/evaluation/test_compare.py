@@ -284,7 +284,7 @@ def test_a_comparison_that_ends_early_leaves_what_it_measured(mistake, written, 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"length": 4096}, "`length` is 4096 tokens, but this model has 512"),
+        ({"length": 600}, "`length` is 600 tokens, but this model has 512"),
         ({"methods": [{"checkpoint": "nowhere"}]}, "no DynaKV checkpoint"),
         ({"methods": [{"preset": "magic", "rates": [0.3]}]}, r"`methods\[0\].preset` must be .*; got 'magic'"),
         (

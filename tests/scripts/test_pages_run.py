@@ -157,8 +157,8 @@ def test_a_demo_without_a_comparison_says_what_to_run(mistake, checkpoint, text_
 
 def test_the_page_marks_the_words_that_differ_and_escapes_them(comparison):
     texts = [
-        Continuation(label="full", text="a <b> c", nbytes=100, seconds=1.0),
-        Continuation(label="ours", text="a d c", nbytes=10, seconds=1.0),
+        Continuation(label="full", text="a <b> c", nbytes=100),
+        Continuation(label="ours", text="a d c", nbytes=10),
     ]
     [record] = [run_record.load(path) for path in (comparison / "quality").glob("*.json")]
     shown = demo_page(record, "the <end>", texts, ["next < 1"])

@@ -106,6 +106,7 @@ SILENT = {
         Llama4TextConfig(
             **{key: value for key, value in SIZES.items() if key != "initializer_range"},
             intermediate_size_mlp=64,
+            head_dim=16,
             num_local_experts=2,
             initializer_range=0.15,
         )
