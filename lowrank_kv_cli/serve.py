@@ -80,7 +80,10 @@ def _check_words(words: list[str], given: dict[str, Any]) -> None:
             f"`{_ADDITIONAL}` is what this command sets, and vLLM would read {json.dumps(read.additional_config)}; leave it "
             f"out, also under `--config`, or call vLLM itself with all keys"
         )
-    for key, left_out in {"headless": False, "api_server_count": None}.items():
+    if read.model_tag is not None:
+        raise UserError(f"{read.model_tag!r} is no option, and the model is given by `--model`; leave it out")
+    alone = {"headless": False, "api_server_count": None, "grpc": False, "data_parallel_multi_port_external_lb": False}
+    for key, left_out in alone.items():
         if getattr(read, key) != left_out:
             raise UserError(
                 f"`--{key.replace('_', '-')}` is read by vLLM's own command, and this one starts a single server; leave it "

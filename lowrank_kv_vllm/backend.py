@@ -99,11 +99,12 @@ class PagedAttention(AttentionImpl[Step]):
         # The worker has made its GPU the current one.
         self._served = served(settings, self._dtype, torch.device(config.device_config.device_type))
         self._key, self._value = self._served.layers[self._index]
-        self._most_tokens = config.model_config.max_model_len + config.cache_config.block_size
+        self._max_model_len = config.model_config.max_model_len
+        self._most_tokens = self._max_model_len + config.cache_config.block_size
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Read the rotation of the model, whose layers are made by now: one that is not served ends the server's start."""
-        self._rotation = rotation_of_model()
+        self._rotation = rotation_of_model(self._max_model_len)
 
     def layout(self, block_size: int) -> PageLayout:
         """A page of so many tokens."""

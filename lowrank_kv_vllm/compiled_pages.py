@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lowrank_kv.ops.layer_attention import LayerAttention
+from lowrank_kv.ops.native import multiplies_pairs
 from lowrank_kv.ops.native.page_decoders import PageDecoders
 from lowrank_kv.ops.native.pages import NewTokens, Pages
 from lowrank_kv.ops.native.projection import Projection
@@ -38,7 +39,10 @@ class CompiledPages:
             dtype=layer.dtype,
             most_tokens=layer.most_tokens,
         )
-        in_pairs = key.multiplies_pairs and value.multiplies_pairs
+        rotated_dims = 2 * layer.rotation.cos_BTF.shape[-1]
+        in_pairs = all(side.may_multiply_pairs for side in (key, value)) and multiplies_pairs(
+            layer.dtype, layer.head_dim, rotated_dims
+        )
         head_dim = layer.head_dim if in_pairs else None
         decoders = PageDecoders(key.decoder_RC, value.decoder_RC, head_dim=head_dim)
         self._attention = LayerAttention(decoders, layer.rotation, Scoring(layer.scale), layer.sees_itself)

@@ -26,7 +26,12 @@ def check(config: VllmConfig, settings: ServingConfig) -> None:
     """Raise :class:`UserError` where a configuration cannot be served."""
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
     if not current_platform.is_cpu():
-        _check_gpu(settings, cache.block_size)
+        _check_gpu(settings)
+    if cache.block_size is not None and cache.block_size % MARK_BYTES:
+        raise UserError(
+            f"`block_size` is {cache.block_size}, and kernels read pages a multiple of {MARK_BYTES} bytes apart; set it to "
+            f"128"
+        )
     if config.use_v2_model_runner:
         raise UserError(
             "vLLM's second model runner does not tell where prompts end; set VLLM_USE_V2_MODEL_RUNNER=0 in the environment, "
@@ -98,7 +103,7 @@ def check(config: VllmConfig, settings: ServingConfig) -> None:
     _check_model(config, settings)
 
 
-def _check_gpu(settings: ServingConfig, block_size: int | None) -> None:
+def _check_gpu(settings: ServingConfig) -> None:
     found = f"compressed pages are served on CPUs so far, and vLLM runs on {current_platform.device_name}"
     if not current_platform.is_cuda():
         raise UserError(f"{found}; use vLLM's build for CPUs")
@@ -112,10 +117,6 @@ def _check_gpu(settings: ServingConfig, block_size: int | None) -> None:
     if not may_launch():
         remedy = f"unset ${SWITCH}, which is 0" if os.environ.get(SWITCH) == "0" else "install `triton`"
         raise UserError(f"compressed pages on a GPU are read by Triton's kernels: {remedy}")
-    if block_size is not None and block_size % MARK_BYTES:
-        raise UserError(
-            f"`block_size` is {block_size}, and kernels read pages a multiple of {MARK_BYTES} bytes apart; set it to 128"
-        )
     logger.warning(
         "`untested_gpu`: no GPU has ever run this plugin, and its kernels only in tests. Compare the texts with those of "
         "`generate()` (docs/serving.md) before you use them."

@@ -23,11 +23,14 @@ ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 _KINDS = ("RotaryEmbedding", "LinearScalingRotaryEmbedding", "Llama3RotaryEmbedding", "YaRNScalingRotaryEmbedding")
 
 
-def rotation_of_model() -> RotaryTable:
+def rotation_of_model(positions: int) -> RotaryTable:
     """That of the model which this process has just built, fp32, of one sequence; all layers share one copy.
 
+    Args:
+        positions: that a sequence may have.
+
     Raises:
-        UserError: it rotates by several tables, by none, or in another way.
+        UserError: it rotates by several tables, by none, or in another way, or has fewer positions.
     """
     found = list(rotary_embedding._ROPE_DICT.values())
     if len(found) != 1:
@@ -42,12 +45,17 @@ def rotation_of_model() -> RotaryTable:
         raise UserError(f"the model {OF_NEIGHBOURS}")
     if kind not in _KINDS:
         raise UserError(f"the model rotates keys by {kind}, which is not served; served are: {', '.join(_KINDS)}")
-    return _table_of(rope)
+    known = len(rope.cos_sin_cache)
+    if known < positions:
+        raise UserError(
+            f"`max_model_len` is {positions}, and the model's table of rotations ends at {known}; set it to {known} at most"
+        )
+    return _table_of(rope, positions)
 
 
 @functools.lru_cache(maxsize=1)
-def _table_of(rope: nn.Module) -> RotaryTable:
-    cos_TF, sin_TF = rope.cos_sin_cache.float().chunk(2, dim=-1)
+def _table_of(rope: nn.Module, positions: int) -> RotaryTable:
+    cos_TF, sin_TF = rope.cos_sin_cache[:positions].float().chunk(2, dim=-1)
     frequency_F = torch.atan2(sin_TF[1], cos_TF[1])  # of position 1; none turns by more than half a turn
     return RotaryTable(cos_TF[None].contiguous(), sin_TF[None].contiguous(), native.slow_from(frequency_F))
 

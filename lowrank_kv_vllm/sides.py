@@ -41,7 +41,7 @@ class Side:
         return dataclasses.replace(self, decoder_RC=self.decoder_RC.to(device), vectors_CR=vectors_CR)
 
     @property
-    def multiplies_pairs(self) -> bool:
+    def may_multiply_pairs(self) -> bool:
         """Whether attention may round coefficients to bf16."""
         return isinstance(self.row_format, (BitPlan, TokenPlans)) and self.decoder_RC.dtype == torch.bfloat16
 

@@ -51,9 +51,11 @@ class Statistics:
         return sum(int(cut) for cut in self._cut)
 
     def say(self) -> None:
-        """Write a line where it is time."""
+        """Write a line where it is time: at once when the first tokens are there, for that line shows that pages are
+        compressed."""
         now = time.monotonic()
-        if now - self._last < self.interval or self.num_written == self._said:
+        is_due = not self._said or now - self._last >= self.interval
+        if not is_due or self.num_written == self._said:
             return
         self._last, self._said = now, self.num_written
         logger.info(str(self))

@@ -1,9 +1,11 @@
 """The texts of `generate()` after preemption, from a compiled model, and however a prompt is divided."""
 
 import copy
+from typing import Any
 
 import torch
 from served_engines import attentions, metric, prompt_of, served, serving, texts
+from vllm.v1.metrics.stats import PrefixCacheStats
 
 
 def test_requests_that_were_preempted_go_on_as_they_began(files):
@@ -12,6 +14,23 @@ def test_requests_that_were_preempted_go_on_as_they_began(files):
         found = texts(served(engine, prompts, 60))
         assert metric(engine, "vllm:num_preemptions") > 0
     assert found == [files.generated(prompt, 60) for prompt in prompts]
+
+
+def test_a_preempted_request_reads_what_its_pages_kept_of_it(files, monkeypatch):
+    """With prefixes cached, as they are by default, it finds pages of its prompt, and of what it generated."""
+    hits, record = [], PrefixCacheStats.record  # no metric has those of preempted requests
+
+    def counted(stats: PrefixCacheStats, num_tokens: int, num_hits: int, preempted: bool, **more: Any) -> None:
+        hits.append(num_hits * preempted)
+        record(stats, num_tokens, num_hits, preempted, **more)
+
+    monkeypatch.setattr(PrefixCacheStats, "record", counted)
+    prompts = [prompt_of(70 + i, i) for i in range(3)]
+    settings = {**files.settings, "prefill": "reconstructed"}
+    with serving(files, settings, num_gpu_blocks_override=10) as engine:
+        found = texts(served(engine, prompts, 60))
+    assert max(hits) > 0
+    assert found == [files.generated(prompt, 60, prefill="reconstructed") for prompt in prompts]
 
 
 def test_a_compiled_model_says_the_same(files):

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("offline")
     ("changed", "message"),
     [
         ({"bases": "/nowhere"}, "no calibration"),
-        ({"checkpoint": "/nowhere"}, "checkpoint"),
+        ({"checkpoint": "/nowhere"}, "`checkpoint` must be given, or else `bases`, and not both"),
         ({"rate": 2.0}, "rate"),
         ({"rat": 0.1}, "did you mean `rate`"),
         ({"preset": "ojakv"}, "preset"),
@@ -31,11 +31,17 @@ def test_malformed_settings_are_one_clear_error(files, changed, message):
         configured(files, {**files.settings, **changed})
 
 
+def test_a_checkpoint_that_is_not_there_is_named(files):
+    with pytest.raises(UserError, match=r"/nowhere.* is no DynaKV checkpoint: cannot read"):
+        configured(files, {"checkpoint": "/nowhere"})
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"dtype": "float16"}, "float16"),
+        ({"block_size": 30}, "`block_size` is 30, .*; set it to 128"),
         ({"enable_lora": True}, "`enable_lora` is true, .*; leave it out, or merge"),
         ({"kv_cache_dtype": "bfloat16"}, "set `kv_cache_dtype` to float32"),  # which is the model's
         ({"attention_backend": "TORCH_SDPA"}, "`attention_backend` is TORCH_SDPA, .*; leave it out"),
@@ -139,7 +145,6 @@ def on_gpu(monkeypatch, *, kind: str = "cuda", capability: int = 90) -> None:
         ({"untested_gpu": True}, {"capability": 75}, "1", BLOCK, "since Ampere"),
         ({"untested_gpu": True}, {"kind": "rocm"}, "1", BLOCK, "vLLM's build for CPUs"),
         ({"untested_gpu": True}, {}, "0", BLOCK, "Triton's kernels: unset .LOWRANK_KV_TRITON, which is 0"),
-        ({"untested_gpu": True}, {}, "1", 30, "`block_size` is 30, .*; set it to 128"),
     ],
 )
 def test_gpus_are_refused(files, monkeypatch, changed, platform, switch, block_size, message):

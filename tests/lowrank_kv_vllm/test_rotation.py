@@ -18,7 +18,7 @@ def test_slow_pairs_are_found_in_the_table_that_vllm_keeps(base, dtype):
     angle_TF = torch.arange(300)[:, None] * frequency_F
     rope = nn.Module()
     rope.cos_sin_cache = torch.cat([angle_TF.cos(), angle_TF.sin()], dim=1).to(dtype)
-    assert _table_of(rope).slow_from == native.slow_from(frequency_F)
+    assert _table_of(rope, 300).slow_from == native.slow_from(frequency_F)
 
 
 def test_a_model_without_a_table_of_vllm_s_is_refused_and_the_remedy_is_named(monkeypatch):
@@ -26,7 +26,7 @@ def test_a_model_without_a_table_of_vllm_s_is_refused_and_the_remedy_is_named(mo
 
     monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})
     with pytest.raises(UserError, match="has 0 rotary embeddings, .*`--model-impl vllm`"):
-        rotation_of_model()
+        rotation_of_model(1)
 
 
 def test_a_model_whose_table_is_for_neighbouring_dims_is_refused(monkeypatch):
@@ -34,4 +34,4 @@ def test_a_model_whose_table_is_for_neighbouring_dims_is_refused(monkeypatch):
 
     monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {"any": SimpleNamespace(is_neox_style=False)})
     with pytest.raises(UserError, match="the model rotates neighbouring dims of a head as pairs, as GPT-J does"):
-        rotation_of_model()
+        rotation_of_model(1)

@@ -41,6 +41,9 @@ def test_what_is_not_of_this_command_goes_to_vllm(files, words):
         (["--api-server-count=2"], SINGLE),
         (["--api-server-count", "0"], SINGLE),
         (["-asc", "2"], SINGLE),
+        (["--grpc"], SINGLE),
+        (["--data-parallel-multi-port-external-lb"], SINGLE),
+        (["true"], "'true' is no option, and the model is given by `--model`"),
     ],
 )
 def test_nothing_takes_the_place_of_what_vllm_is_told(words, given, message):

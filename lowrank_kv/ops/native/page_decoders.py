@@ -3,6 +3,8 @@
 Shapes: D head dim, C joint width, R coefficients.
 """
 
+from typing import Any
+
 from torch import Tensor
 
 from lowrank_kv.ops.native.attention import PackedDecoders
@@ -18,8 +20,11 @@ class PageDecoders:
     """
 
     def __init__(self, key_RC: Tensor, value_RC: Tensor, *, head_dim: int | None):
-        rows = PackedDecoders(key_RC[None], value_RC)
-        pairs = None if head_dim is None else PackedDecoders(key_RC[None], value_RC, head_dim=head_dim)
+        value_memo: dict[str, Any] = {}  # one copy of the values' decoder for both
+        rows = PackedDecoders(key_RC[None], value_RC, value_memo=value_memo)
+        pairs = None
+        if head_dim is not None:
+            pairs = PackedDecoders(key_RC[None], value_RC, head_dim=head_dim, value_memo=value_memo)
         self._keepalive = rows, pairs
         self.members = (
             rows.key_address,

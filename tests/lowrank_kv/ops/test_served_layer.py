@@ -91,10 +91,11 @@ def test_pages_may_lie_beyond_two_gibibytes():
     assert pages > 1
 
 
-def test_tokens_may_lie_apart():
-    """As the queries of a fused product of bf16 do."""
-    one, three = (Case(4, torch.bfloat16) for _ in range(2))
-    fused_TXD = torch.full((len(LENGTHS), QUERY_HEADS + 3, HEAD_DIM), torch.nan, dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tokens_may_lie_apart(dtype):
+    """As the queries of a fused product do."""
+    one, three = (Case(4, dtype) for _ in range(2))
+    fused_TXD = torch.full((len(LENGTHS), QUERY_HEADS + 3, HEAD_DIM), torch.nan, dtype=dtype)
     query_THD, output_THD = fused_TXD[:, 1:-2], torch.full_like(fused_TXD, 9.0)
     query_THD.copy_(one.query_THD)
     assert one.in_one_call(query_THD, output_THD[:, 2:-1]) is not None
