@@ -106,8 +106,9 @@ class RateController:
     α is the price of the constraint "hard rate ≤ goal", so it rises while the rate is above the goal and falls while it is
     below: α = α₀ · exp(P e + I Σe) with e the rate less the goal. The goal comes down linearly from the first rate seen
     (nearly 1 for a run that starts from a PCA, less for one that trains on) to the target over the first `ramp` of the
-    run. Gates answer a change of price only after many steps, so a pure integral (P = 0, plain dual ascent) swings by
-    orders of magnitude; the proportional term answers at once and lets the integral be slow.
+    run, and does not go up again where a run is resumed with more steps. Gates answer a change of price only after many
+    steps, so a pure integral (P = 0, plain dual ascent) swings by orders of magnitude; the proportional term answers at once
+    and lets the integral be slow.
     Without a target α stays what it was (the paper).
 
     Args:
@@ -115,7 +116,7 @@ class RateController:
         target: hard retain rate to end at, in (0, 1], or None.
         gain: P; the integral's gain I is a fortieth of it, per step.
         ramp: share of the run after which the goal is the target.
-        alpha, sum, first: where a run stands that goes on; with `start` they are what :meth:`state` said of it.
+        alpha, sum, first, way: where a run stands that goes on; with `start` they are what :meth:`state` said of it.
     """
 
     def __init__(
@@ -128,10 +129,11 @@ class RateController:
         alpha: float | None = None,
         sum: float = 0.0,
         first: float | None = None,
+        way: float = 0.0,
     ):
         self.start, self.target, self.gain, self.ramp = start, target, gain, ramp
         self.alpha = start if alpha is None else alpha
-        self.sum, self.first = sum, first
+        self.sum, self.first, self.way = sum, first, way
 
     def update(self, hard_rate: float, progress: float) -> None:
         """One step, `progress` in [0, 1] through the run."""
@@ -139,8 +141,8 @@ class RateController:
             return
         if self.first is None:
             self.first = hard_rate
-        way = min(1.0, progress / self.ramp) if self.ramp else 1.0
-        goal = self.first + (self.target - self.first) * way
+        self.way = max(self.way, min(1.0, progress / self.ramp) if self.ramp else 1.0)
+        goal = self.first + (self.target - self.first) * self.way
         error = hard_rate - goal
         self.sum += error / 40
         # A rate that cannot be brought to its goal would go on adding up for ever.
@@ -152,4 +154,4 @@ class RateController:
 
     def state(self) -> dict[str, float | None]:
         """What a resumed run needs to go on exactly."""
-        return {"start": self.start, "alpha": self.alpha, "sum": self.sum, "first": self.first}
+        return {"start": self.start, "alpha": self.alpha, "sum": self.sum, "first": self.first, "way": self.way}

@@ -1,9 +1,11 @@
 """Initialization of a run's compressors: from moments of the leading text, a saved calibration, or an earlier run."""
 
+import dataclasses
 import functools
 import math
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from lowrank_kv.calibration.bit_plans import CodedModel, coded_model
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.calibration.gradient_moments import gradient_moments
 from lowrank_kv.utils.config import require, to_dict
+from lowrank_kv.utils.errors import UserError
 
 from .data import TrainingBlocks
 from .distillation import uncompressed
@@ -26,6 +29,8 @@ from .engine import Engine
 
 # α at the start where nothing better is known: after a PCA the goal starts at the rate of the open gates, and α adapts.
 DEFAULT_PRICE = 4.0
+# Settings that say how a checkpoint is served, none of which its weights depend on.
+_SERVED_BY = ("prefill", "exact_tokens", "own_directions")
 _SAME_RATE = 0.05  # how far, as a share, a plan may be from the rate it was made for
 
 
@@ -42,6 +47,29 @@ def given_price(config: TrainConfig) -> float | None:
         return config.rate.alpha
     last = read_config(config.initial_checkpoint).summary.get("alpha")
     return last if last and config.rate.target_retain_rate is not None else None
+
+
+def starting_price(config: TrainConfig, estimate: float | None) -> float:
+    """α at the start of a run that is not given it.
+
+    Args:
+        estimate: what :func:`initialize` returned.
+
+    Raises:
+        UserError: the run learns classes of a plan, from a start that does not say what bytes are worth to the loss. From
+            too high a price, bytes are lost that come back late or never.
+    """
+    if estimate:
+        return estimate
+    if config.compressor.has_plan and config.compressor.has_price:
+        without = "`initial_checkpoint` was trained without a price"
+        if config.initial_checkpoint is None:
+            without = "`calibration.bases` were read without gradients"
+        raise UserError(
+            f"`rate.alpha` must be given, for {without}, and nothing else says at what price the classes start; or "
+            f"set `compressor.learned_classes: false`, which needs none"
+        )
+    return DEFAULT_PRICE
 
 
 def check_continued(config: TrainConfig) -> None:
@@ -71,6 +99,8 @@ def initialize(engine: Engine, stream: TrainingBlocks) -> float | None:
     config, model = engine.config, engine.model
     start: Callable[[], float | None]
     if config.initial_checkpoint is not None:
+        if engine.main:
+            warn_of_served_settings(config)
         start = functools.partial(dynakv.initialize_from_checkpoint, model, config.initial_checkpoint)
     elif config.compressor.has_plan:
         coded = coded_model(
@@ -136,6 +166,23 @@ def _calibration_of_reads(engine: Engine, stream: TrainingBlocks) -> Calibration
     settings = {key: getattr(config.compressor, key) for key in ("exact_tokens", "joint_layers")}
     with uncompressed(model):
         return Calibration.of_reads(model, blocks_NT, **settings, progress=engine.main)
+
+
+def warn_of_served_settings(config: TrainConfig) -> None:
+    """Warn where a run that trains on would serve its checkpoint otherwise than the one that it starts from."""
+    before = read_config(config.initial_checkpoint).compressor
+    for key in _SERVED_BY:
+        was, now = getattr(before, key), getattr(config.compressor, key)
+        if was != now:
+            warnings.warn(
+                f"`compressor.{key}` is {_told(now)}, and `initial_checkpoint` is served with {_told(was)}; set it to that, "
+                f"if the new checkpoint is to be served so, too",
+                stacklevel=2,
+            )
+
+
+def _told(value: Any) -> Any:
+    return to_dict(value) if dataclasses.is_dataclass(value) else value
 
 
 def warn_of_exact_tokens(config: TrainConfig, calibration: Calibration) -> None:

@@ -116,7 +116,11 @@ def _figures(config: TrainConfig, summary: Mapping[str, Any]) -> list[str]:
 def _making(config: TrainConfig, record: Mapping[str, Any], summary: Mapping[str, Any], texts: list[str]) -> list[str]:
     target = config.rate.target_retain_rate
     every, steps = config.heldout_every, f"{summary['tokens']:,} in {summary['steps']:,} steps"
-    selected = f"; this is what step {summary['selected_step']:,} left" if every else ""
+    averaged = summary.get("averaged_steps", [])
+    if averaged:
+        selected = f"; this is the mean of what steps {', '.join(f'{step:,}' for step in averaged)} left"
+    else:
+        selected = f"; this is what step {summary['selected_step']:,} left" if every else ""
     facts = {
         "texts": ", ".join(f"`{text}`" for text in texts),
         "tokens": f"{steps}{selected}",

@@ -190,7 +190,7 @@ def write_summary(output: Path, summary: dict[str, Any], config: TrainConfig) ->
 
 
 def _append(path: Path, row: dict[str, Any]) -> None:
-    append_line(path, json.dumps(row, ensure_ascii=False))
+    append_line(path, json.dumps(row))
 
 
 def _forget_rows_after(path: Path, step: int) -> None:

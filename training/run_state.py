@@ -14,7 +14,7 @@ from .data import TrainingBlocks
 from .data_sources import warn_of_heldout_text
 from .divergence_guard import DivergenceGuard
 from .engine import Engine
-from .initialization import DEFAULT_PRICE, initialize
+from .initialization import initialize, starting_price
 from .resumable_state import check_same_run, drop_later_states, load_into, newest_state
 from .run_records import check_same_texts
 from .selection import Selection
@@ -115,7 +115,7 @@ def begin_run(
     estimate = initialize(engine, stream)
     if engine.config.initial_checkpoint is not None and _has_thresholds(engine.config):
         learn_again(engine.model)
-    price = price if price is not None else estimate or DEFAULT_PRICE
+    price = price if price is not None else starting_price(engine.config, estimate)
     controller = _controller(engine.config, start=price)
     places = StreamPlaces(engine, None)
     return RunState(

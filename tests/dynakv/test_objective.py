@@ -52,6 +52,17 @@ def test_a_controller_goes_on_from_its_state_alone():
     assert controller.alpha != 7.0
 
 
+def test_a_goal_does_not_go_up_again_where_a_run_is_resumed_with_more_steps():
+    settings = {"target": 0.3, "gain": 20.0, "ramp": 0.5}
+    controller = RateController(7.0, **settings)
+    for progress in (0.0, 0.5, 1.0):
+        controller.update(0.9, progress)
+    longer = RateController(**controller.state(), **settings)
+    for one in (controller, longer):
+        one.update(0.4, 1.0 if one is controller else 0.1)
+    assert longer.alpha == controller.alpha
+
+
 def test_a_rate_that_never_comes_down_does_not_overflow_and_turns_round_at_once():
     controller = RateController(1.0, target=0.1, gain=100.0, ramp=0.0)
     for _ in range(2000):

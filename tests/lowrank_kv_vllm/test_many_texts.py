@@ -49,7 +49,7 @@ class Reference:
 
     @torch.no_grad()
     def check_tie(self, prompt: list[int], text: list[int]) -> None:
-        """That no token of a text lacks more of the likeliest one than readings of this prompt in other orders of sums do."""
+        """That no token of a text lacks more of the likeliest one than in readings of this prompt by other sums."""
         expected = right_texts.Reference(self.model, self.make_cache).expected(prompt, NEW)
         [limit] = right_texts.limits([expected])
         assert limit.gap < right_texts.DECIDED  # otherwise a wrong text would do

@@ -67,11 +67,31 @@ def test_the_price_starts_at_what_the_calibration_says(training_values, tmp_path
 
     # One byte more is then worth as much to the loss as it adds to α R².
     coded = coded_model(calibration, TARGET, token_classes=4)
-    assert first_price("it") == pytest.approx(coded.loss_per_rate / (2 * TARGET), rel=1e-3)
-    assert first_price("dearer", rate={"target_retain_rate": 2 * TARGET}) < first_price(
-        "weighed", loss={"distillation": 2}
-    )
+    price = first_price("it")
+    assert price == pytest.approx(coded.loss_per_rate / (2 * TARGET), rel=1e-3)
+    assert first_price("twice as many bytes", rate={"target_retain_rate": 2 * TARGET}) < price
+    assert first_price("weighed", loss={"distillation": 2}) == pytest.approx(2 * price, rel=1e-6)
     assert first_price("asked for", rate={"alpha": 0.5}) == 0.5
+
+
+def test_a_start_that_does_not_say_a_price_is_refused_without_one(training_values, tmp_path):
+    fixed = str(train_here(training_values, tmp_path / "fixed", **merged(PLANNED, {"optimizer": {"steps": 1}})))
+    changes = merged(LEARNED, {"initial_checkpoint": fixed, "optimizer": {"steps": 1}})
+    with pytest.raises(
+        UserError, match="`rate.alpha` must be given, for `initial_checkpoint` was trained without a price"
+    ):
+        train_here(training_values, tmp_path / "run", **changes)
+    train_here(training_values, tmp_path / "given", **merged(changes, {"rate": {"alpha": 0.5}}))
+    assert json.loads((tmp_path / "given/metrics.jsonl").read_text().splitlines()[0])["alpha"] == 0.5
+    model = load_model(training_values["model"], dtype="float32")
+    ids_NT = torch.randint(1, 257, (4, 64), generator=torch.Generator().manual_seed(0))
+    calibration = Calibration.from_text(model, ids_NT, read_energy=True, progress=False)
+    calibration.save(tmp_path / "bases", model=training_values["model"], text=["random"])
+    changes = merged(LEARNED, {"calibration": {"bases": str(tmp_path / "bases")}})
+    with pytest.raises(
+        UserError, match="`rate.alpha` must be given, for `calibration.bases` were read without gradients"
+    ):
+        train_here(training_values, tmp_path / "energy", **changes)
 
 
 def test_a_run_that_goes_on_is_the_same_run(training_values, tmp_path):

@@ -230,6 +230,8 @@ def test_means_of_states_are_measured_and_selected(training_values, tmp_path):
     best = next(entry for entry in entries if entry["step"] == found["selected_step"])
     assert best["kl"] == min(entry["kl"] for entry in entries) == found["heldout"]["text.jsonl"]["kl"]
     assert found["averaged_steps"] == best["states"] != [6, 8]
+    one, other = best["states"]
+    assert f"this is the mean of what steps {one}, {other} left" in (tmp_path / "run/checkpoint/README.md").read_text()
     final = load_file(tmp_path / "run" / WEIGHTS)
     states = [load_file(tmp_path / f"run/states/step-{step:06d}/compressor.safetensors") for step in best["states"]]
     name = next(name for name in final if "projection" in name)

@@ -161,14 +161,22 @@ def test_a_plan_is_not_trained_on_towards_another(changes, message, planned, tra
     assert not (tmp_path / "run/checkpoint").exists()
 
 
-def test_a_plan_is_trained_on_towards_its_own_rate(planned, training_values, tmp_path):
+def test_a_plan_is_trained_on_towards_its_own_rate(planned, training_values, tmp_path, recwarn):
     values = merged(training_values, PLANNED)
     on = train_here(values, tmp_path / "run", initial_checkpoint=str(planned), optimizer={"steps": 1})
+    assert not [each for each in recwarn if "is served with" in str(each.message)]
     bits = [
         dynakv.checkpoint_files.read_state(each / "compressor.safetensors")["layers.0.key.gate.bits"]
         for each in (planned, on)
     ]
     assert torch.equal(*bits)
+
+
+def test_a_run_that_would_be_served_otherwise_than_its_start_says_so(planned, training_values, tmp_path):
+    values = merged(training_values, merged(PLANNED, {"compressor": {"own_directions": 2}}))
+    message = "`compressor.own_directions` is 2, and `initial_checkpoint` is served with 0; set it to that"
+    with pytest.warns(UserWarning, match=message):
+        train_here(values, tmp_path / "run", initial_checkpoint=str(planned), optimizer={"steps": 1})
 
 
 @pytest.mark.parametrize("isolates", [True, False])
