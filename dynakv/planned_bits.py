@@ -106,6 +106,11 @@ class PlannedBits(nn.Module):
         """Say how tokens are divided into classes, which changes nothing but what they are expected to take."""
         self.shares[: len(shares)] = torch.tensor(shares)
 
+    @torch.no_grad()
+    def move_bounds(self, shift: float) -> None:
+        """Move all bounds between classes up, or down, by a number of nats."""
+        self.bounds += shift
+
     @property
     def plan(self) -> BitPlan | TokenPlans:
         """How a store packs rows; the same object until what it is made of changes."""
@@ -183,12 +188,12 @@ class PlannedBits(nn.Module):
         if isinstance(plan, BitPlan):
             return coef_BTC.new_full(coef_BTC.shape[:-1], self.rate, dtype=torch.float32)
         size_T = plan.size_K[plan.classes(coef_BTC.float().flatten(0, -2))]
-        return self._rate_of(size_T).view(coef_BTC.shape[:-1])
+        return self.rate_of(size_T).view(coef_BTC.shape[:-1])
 
     def _told_apart(self, plan: TokenPlans, coef_TC: Tensor, row_TR: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(rounded rows, whether each coefficient is kept, and the rate twice), each token by the plan of its class."""
         class_T = plan.classes(coef_TC)
-        rate = self._rate_of(plan.size_K[class_T].float().mean())
+        rate = self.rate_of(plan.size_K[class_T].float().mean())
         return plan.rounded(row_TR, class_T), plan.keeps(class_T), rate, rate
 
     def _mixed(self, plan: TokenPlans, coef_TC: Tensor, row_TR: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -213,10 +218,10 @@ class PlannedBits(nn.Module):
             rounded_TR = rounded_TR.index_add(0, place_M, share_TK[place_M, k, None] * rounded_MR)
         keeps_TR = share_TK.detach() @ plan.keeps(torch.arange(len(plan.plans), device=row_TR.device)).float()
         size_K, class_T = plan.size_K.float(), torch.bucketize(score_T.detach(), plan.bounds_K)
-        return rounded_TR, keeps_TR, self._rate_of((share_TK @ size_K).mean()), self._rate_of(size_K[class_T].mean())
+        return rounded_TR, keeps_TR, self.rate_of((share_TK @ size_K).mean()), self.rate_of(size_K[class_T].mean())
 
-    def _rate_of(self, size: Tensor) -> Tensor:
-        """Of tokens whose rows take so many bytes, each or on average."""
+    def rate_of(self, size: Tensor) -> Tensor:
+        """As :attr:`rate` counts it, of tokens whose rows take so many bytes, each or on average."""
         return (size + PLACE_BYTES) / (2 * self.bits.shape[1])
 
 

@@ -51,7 +51,7 @@ class RateConfig:
     gain: float | None = option(
         None,
         help="of the dual update: how far log α answers the rate's distance from its goal; by default 20, and 6 over the "
-        "target with `learned_classes`",
+        "target with `learned_classes`, 1.2 over it with `joint_layers`",
     )
     layer_floor: float = option(
         0.0,
@@ -70,12 +70,13 @@ class RateConfig:
     )
     calibrate_threshold: bool = option(
         True,
-        help="after training, move the threshold τ so that the training text that comes next has just the target rate",
+        help="after training, move the threshold τ, or the bounds between learned classes, so that the training text that "
+        "comes next has just the target rate",
     )
     calibrate_threshold_tokens: int = option(
         16384,
-        help="training text after the last step on which τ is calibrated, or ranks are allocated, or classes of tokens "
-        "counted",
+        help="training text after the last step on which τ or bounds are calibrated, or ranks are allocated, or classes of "
+        "tokens counted",
         unit="tokens",
     )
 
@@ -160,11 +161,11 @@ class OptimizerConfig:
     gradient_accumulation_steps: int = option(1, help="forward passes of one optimizer step", unit="passes")
     lr_projection: float | None = option(
         None,
-        help="peak learning rate of the projections U; null is 5e-4 with a plan, 5e-5 where it codes layers together, of "
+        help="peak learning rate of the projections U; null is 5e-4 with a plan, 3e-5 where it codes layers together, of "
         "gates 1e-3 of a run that starts from gradients, else 3e-4, and as it was when a run goes on",
     )
     lr_gate: float | None = option(
-        None, help="peak learning rate of the gates' W, by default 3e-3; of learned classes 1e-3"
+        None, help="peak learning rate of the gates' W, by default 3e-3; of learned classes 1e-3, of joint rows 1.5e-4"
     )
     lr_gate_bias: float = option(
         5e-2,
@@ -348,17 +349,31 @@ class TrainConfig:
         return self.compressor.has_gates and rate.target_retain_rate is not None and rate.calibrate_threshold
 
     @property
+    def calibrates_bounds(self) -> bool:
+        """Whether the bounds between classes are moved after training, so that tokens take the target."""
+        return self.compressor.has_plan and self.compressor.has_price and self.rate.calibrate_threshold
+
+    @property
     def gain(self) -> float:
         """What `rate.gain` comes to."""
         if self.rate.gain is not None:
             return self.rate.gain
-        return 6 / self.rate.target_retain_rate if self.compressor.has_plan else 20.0
+        if not self.compressor.has_plan:
+            return 20.0
+        # The rate of joint rows goes with the text of a step, by a tenth of the target; the price is to go with the gates.
+        return (1.2 if self.compressor.joint_layers else 6) / self.rate.target_retain_rate
 
     @property
     def lr_gate(self) -> float:
         """What `optimizer.lr_gate` comes to."""
-        given = self.optimizer.lr_gate
-        return given if given is not None else 1e-3 if self.compressor.has_plan else 3e-3
+        given, compressor = self.optimizer.lr_gate, self.compressor
+        if given is not None:
+            return given
+        if compressor.has_plan:
+            # A token's score sums over all coefficients, of which joint rows have six times as many: equal steps of each
+            # move it as much further, and the rate with it.
+            return 1.5e-4 if compressor.joint_layers else 1e-3
+        return 3e-3
 
     @property
     def lr_projection(self) -> float:
@@ -368,7 +383,7 @@ class TrainConfig:
             return given
         if compressor.has_plan:
             # Rows of several layers have many times as many directions, which noise moves further, and less to gain.
-            return 5e-5 if compressor.joint_layers else 5e-4
+            return 3e-5 if compressor.joint_layers else 5e-4
         return 1e-3 if self.starts_from_gradients else 3e-4
 
     def _check_average(self) -> None:

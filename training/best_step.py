@@ -41,7 +41,8 @@ def measure_if_due(
     places = run.places.saved[0]
     with reporter.paused(), warnings.catch_warnings():
         # The report of the step says it, and the end of the run may well meet the target.
-        warnings.filterwarnings("ignore", message="the calibrated threshold leaves the hard rate at")
+        for beginning in ("the calibrated threshold leaves the hard rate at", "tokens of the training text take"):
+            warnings.filterwarnings("ignore", message=beginning)
         found = finalize_and_measure(engine, stream, heldout, states, step=run.step, places=places)
     entry = run.selection.add(run.step, found)
     directory = step_directory(states, run.step)

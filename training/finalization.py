@@ -1,18 +1,15 @@
-"""The compressor that a run saves: averaged, with ranks fixed, τ calibrated or classes counted, and measured."""
+"""The compressor that a run saves: averaged, with ranks fixed, τ or bounds between classes calibrated, and measured."""
 
 import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
-
 import dynakv
 from dynakv.config import NESTED, SOFT_THRESHOLD
-from dynakv.training_config import TrainConfig
 
 from .checkpoint_averaging import load_mean
-from .class_shares import has_classes, measure_class_shares
+from .class_shares import calibrate_bounds, has_classes, measure_class_shares
 from .data import Batch, Place, TrainingBlocks
 from .engine import Engine
 from .nested_ranks import allocate_ranks
@@ -22,6 +19,7 @@ from .threshold_calibration import calibrate_threshold
 from .validation import measure
 
 # Entries of what is found, of which a run has one where training text says what is kept.
+_TRAINING_TEXT = "the training text"
 RATE_ENTRIES = CLASSES, RANKS, THRESHOLD = ("measured_classes", "allocated_ranks", "calibrated_threshold")
 
 Note = Callable[[str, dict[str, Any]], None]
@@ -64,24 +62,25 @@ def finalize_and_measure(
     )
     found["heldout"] = {}
     with engine.computing():
-        found |= _calibrate_to_rate(engine.model, config, following, note)
+        found |= _calibrate_to_rate(engine, following, note)
         for name, batches in heldout.items():
             found["heldout"][name] = measure(engine.model, batches)
             note(f"held out, {name}", found["heldout"][name])
     return found
 
 
-def _calibrate_to_rate(
-    model: PreTrainedModel, config: TrainConfig, following: TrainingBlocks, note: Note
-) -> dict[str, Any]:
+def _calibrate_to_rate(engine: Engine, following: TrainingBlocks, note: Note) -> dict[str, Any]:
     """Bring the hard rate to its target on the `following` training text, or measure there what a plan takes."""
+    model, config = engine.model, engine.config
     rate, is_nested = config.rate, config.compressor.rank_policy == NESTED
     is_classed = any(map(has_classes, dynakv.token_compressors(model)))
     if not (config.calibrates_threshold or is_nested or is_classed):
         return {}
     blocks = following.first(math.ceil(rate.calibrate_threshold_tokens / config.dataset.sequence_length))
-    if is_classed:
-        key, values = CLASSES, measure_class_shares(model, blocks, "the training text")
+    if is_classed and config.calibrates_bounds:
+        key, values = CLASSES, calibrate_bounds(engine, blocks, rate.target_retain_rate, _TRAINING_TEXT)
+    elif is_classed:
+        key, values = CLASSES, measure_class_shares(model, blocks, _TRAINING_TEXT)
     elif is_nested:
         key, values = RANKS, {"hard_rate": allocate_ranks(model, blocks, rate.target_retain_rate)}
     else:

@@ -49,7 +49,10 @@ _KEYS = {
     ),
     "rate.gain": _TARGET,
     "rate.ramp": _TARGET,
-    "rate.calibrate_threshold": _GATES,
+    "rate.calibrate_threshold": _Condition(
+        lambda config: config.compressor.has_gates or config.compressor.has_plan and config.compressor.has_price,
+        "`compressor.rank_policy: gate`, or a plan with `compressor.learned_classes`",
+    ),
     "rate.calibrate_threshold_tokens": _Condition(
         _reads_on,
         "gates with `rate.target_retain_rate` and `rate.calibrate_threshold`, nested ranks, or a plan of several classes",

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from safetensors.torch import load_file
 from training_runs import EXACT, PLANNED, merged, summary, train_here
 
 import dynakv
+from dynakv.checkpoint_files import read_state
 from dynakv.objective import RateRecorder, objective
 from dynakv.training_config import TrainConfig
 from lowrank_kv.calibration.bit_plans import coded_model
@@ -17,10 +20,12 @@ from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.loading import load_model
 from lowrank_kv.utils.config import build
 from lowrank_kv.utils.errors import UserError
+from training.class_shares import calibrate_bounds
 from training.data import Batch
 from training.distillation import summed_kl, teacher_logits
 
 LEARNED = merged(PLANNED, {"compressor": {"learned_classes": True}})
+UNMOVED = {"rate": {"calibrate_threshold": False}}
 TARGET = PLANNED["rate"]["target_retain_rate"]
 
 
@@ -45,12 +50,38 @@ def test_classes_learn_beside_the_projection():
 def test_the_price_holds_the_rate(training_values, tmp_path):
     """Steps as large as these move tokens into dearer classes where those are fixed."""
     train_here(training_values, tmp_path / "fixed", **PLANNED)
-    checkpoint = train_here(training_values, tmp_path / "learned", **LEARNED)
+    checkpoint = train_here(training_values, tmp_path / "learned", **merged(LEARNED, UNMOVED))
     rates = {name: summary(tmp_path / name)["measured_classes"]["hard_rate"] for name in ("fixed", "learned")}
     assert rates["learned"] == pytest.approx(TARGET, rel=0.06)
     assert abs(rates["learned"] - TARGET) < abs(rates["fixed"] - TARGET)
     assert summary(tmp_path / "learned")["alpha"] > 0
     assert json.loads((checkpoint / "config.json").read_text())["compressor"]["learned_classes"]
+
+
+def test_bounds_move_by_one_number_to_the_rate_that_was_asked_for(training_values, tmp_path):
+    """The price is held where the rate ends too high."""
+    high = merged(LEARNED, {"rate": {"gain": 0.0, "alpha": 1e-6}, "optimizer": {"lr_gate": 0.02}})
+    moved = train_here(training_values, tmp_path / "moved", **high)
+    unmoved = train_here(training_values, tmp_path / "unmoved", **merged(high, UNMOVED))
+    rates = {name: summary(tmp_path / name)["measured_classes"]["hard_rate"] for name in ("moved", "unmoved")}
+    assert rates["unmoved"] > 1.1 * TARGET
+    assert rates["moved"] == pytest.approx(TARGET, rel=0.01)
+    by = summary(tmp_path / "moved")["measured_classes"]["bounds_moved"]
+    assert by > 0
+    before, after = (read_state(each / "compressor.safetensors") for each in (unmoved, moved))
+    for name in (name for name in before if name.endswith(".bounds")):
+        torch.testing.assert_close(after[name], before[name] + by, rtol=1e-5, atol=1e-5)
+
+
+def test_a_target_that_no_bounds_reach_is_said(training_values, tmp_path):
+    model = tiny_model()
+    planned_model(model, 0.15, token_classes=4, learned_classes=True)
+    batches = [Batch.from_ids(torch.randint(1, 97, (2, 60), generator=torch.Generator().manual_seed(0)), None)]
+    engine = SimpleNamespace(model=model, compressor_parameters=tuple, gather_full=lambda *_, **__: nullcontext())
+    for target in (0.9, 0.001):
+        with pytest.warns(UserWarning, match=f"tokens of a text take .*, for a target of {target}: no bounds"):
+            found = calibrate_bounds(engine, batches, target, "a text")
+        assert (found["bounds_moved"] < 0) == (target == 0.9)
 
 
 def test_the_price_starts_at_what_the_calibration_says(training_values, tmp_path):
