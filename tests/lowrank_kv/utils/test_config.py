@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dynakv.training_config import DatasetConfig, OptimizerConfig, RateConfig, TrainConfig
+from dynakv.rate_config import RateConfig
+from dynakv.training_config import DatasetConfig, OptimizerConfig, TrainConfig
 from evaluation.compare import CompareConfig
 from evaluation.sweep import SweepConfig, Variant
 from lowrank_kv.eviction import Eviction
