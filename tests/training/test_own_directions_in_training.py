@@ -169,7 +169,7 @@ def test_a_run_learns_with_the_directions_in_the_loop(training_values, tmp_path)
         "initial_checkpoint": str(tmp_path / "start"),
         "optimizer": {"steps": 3},
         "dataset": {"sequence_length": 192},
-        "rate": {"target_retain_rate": 0.1},
+        "rate": {"target_retain_rate": 0.1, "alpha": 4.0},
     }
 
     def run(name: str, count: int, **more) -> list[float]:
